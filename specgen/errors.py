@@ -1,0 +1,25 @@
+"""The exception tree: every error a user can cause, and nothing else.
+
+Boundary: this file knows no other module. Each error is one line that names the thing and the remedy; ``cli.main`` prints it and exits
+with code 2. An exception that is not a ``SpecgenError`` is a defect of specgen and exits with code 1.
+"""
+
+
+class SpecgenError(Exception):
+    """Base of every error a user can cause and mend."""
+
+
+class ConfigError(SpecgenError):
+    """A key, a value or a combination of keys that cannot be honoured."""
+
+
+class CheckpointError(SpecgenError):
+    """A checkpoint that is missing, incomplete, or does not fit the method or the target."""
+
+
+class DataError(SpecgenError):
+    """An input file or row that cannot be read, or a run folder that cannot be used."""
+
+
+class CapacityError(SpecgenError):
+    """Memory that does not suffice: weights, KV pages or one row's need."""

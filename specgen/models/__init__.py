@@ -1,0 +1,1 @@
+"""The target: from a checkpoint to logits. Knows nothing of drafting, acceptance or scheduling."""

@@ -1,0 +1,1 @@
+"""Writing and reporting: reads files and types only, never the engine."""
