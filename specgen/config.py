@@ -1,12 +1,13 @@
-"""The schema of the whole configuration, as dataclasses.
+"""The schema of the whole configuration, as dataclasses, and the tables that say what each key may hold.
 
-Boundary: plain data. Nothing here imports torch, Hydra or OmegaConf; ``cli.py`` turns a composed configuration into a ``Config``.
+Boundary: plain data. Nothing here imports torch, Hydra or OmegaConf; ``cli.py`` composes, ``schema.py`` builds a ``Config``, ``validate.py`` checks it.
 Each default equals the YAML under ``conf/`` (a test compares them).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -145,3 +146,95 @@ class Config:
     verify_lossless: int = 0
     resume: str | None = None
     resume_errors: bool = False
+
+
+@dataclass(frozen=True)
+class Range:
+    """The closed interval a number must lie in; ``above`` excludes the lower end."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+
+    def complaint(self, value: float) -> str | None:
+        """None when ``value`` fits, else what it must be, to follow "KEY=VALUE "."""
+        if (self.low < value if self.above else self.low <= value) and value <= self.high:
+            return None
+        low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"
+        return f"must be {low}" if self.high == math.inf else f"must be {low} and at most {self.high:g}"
+
+
+# The field of each group that holds the name chosen for it, and the names specgen ships.
+GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "model": ("source", ("embedded", "hf")),
+    "draft": ("method", ("none", "draft_model", "eagle", "eagle3", "mtp", "dflash", "ngram")),
+    "data": ("source", ("embedded", "jsonl", "csv", "parquet", "hub", "random")),
+    "task": ("name", ("none", "gsm8k", "humaneval", "mt_bench", "spec_bench")),
+}
+
+# Defaults that differ from the dataclass when a group's option is chosen.
+GROUP_DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {("draft", "none"): {"num_steps": 0}}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.source": GROUPS["model"][1],
+    "model.dtype": ("auto", "bfloat16", "float16", "float32"),
+    "model.load_format": ("auto", "dummy"),
+    "draft.method": GROUPS["draft"][1],
+    "draft.load_format": ("auto", "dummy"),
+    "data.source": GROUPS["data"][1],
+    "data.on_error": ("record", "stop"),
+    "data.on_duplicate_id": ("error", "keep"),
+    "task.name": GROUPS["task"][1],
+    "sampling.acceptance": ("invariant", "rejection"),
+    "engine.overlap": ("auto", "0", "1"),
+    "engine.cuda_graphs": ("auto", "off"),
+    "output.format": ("jsonl", "parquet"),
+}
+
+# Numbers outside sampling; those of sampling are checked where rows are, in ``data.sampling``.
+RANGES: dict[str, Range] = {
+    "model.max_length": Range(2),
+    "draft.topk": Range(1, 1024),
+    "draft.num_steps": Range(1, 1024),
+    "draft.num_draft_tokens": Range(2, 1024),
+    "draft.simulate_acceptance_length": Range(1),
+    "data.limit": Range(1),
+    "data.rows": Range(1),
+    "data.prompt_tokens": Range(1),
+    "data.seed": Range(0, 2**63 - 1),
+    "sampling.logprobs": Range(0, 100),
+    "engine.max_batch": Range(1),
+    "engine.page_size": Range(1, 1024),
+    "engine.memory_fraction": Range(0, 1, above=True),
+    "engine.kv_memory_gb": Range(0, above=True),
+    "engine.prefill_tokens": Range(1),
+    "output.fsync_seconds": Range(0),
+    "verify_lossless": Range(0),
+}
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain mappings with the command line's names, as ``.hydra/config.yaml`` holds them."""
+    return asdict(config)
+
+
+def max_draft_tokens(topk: int, num_steps: int) -> int:
+    """Nodes of the largest tree, root included: 1 + K + (S - 1) K^2."""
+    return 1 + topk + (num_steps - 1) * topk * topk
+
+
+def num_draft_tokens(draft: DraftConfig) -> int:
+    """D, the nodes verified for each row, root included: as set, else S + 1 for a chain and min(128, 1 + S K) for a tree; 1 without a draft."""
+    if draft.method == "none":
+        return 1
+    if draft.num_draft_tokens is not None:
+        return draft.num_draft_tokens
+    return draft.num_steps + 1 if draft.topk == 1 else min(128, 1 + draft.num_steps * draft.topk)
+
+
+def wants_baseline(config: Config) -> bool:
+    """Whether the job also runs without a draft: as set, else true when model, draft and data are all embedded."""
+    if config.baseline is not None:
+        return config.baseline
+    embedded_draft = config.draft.method != "none" and config.draft.path is None
+    return config.model.source == "embedded" and embedded_draft and config.data.source == "embedded"

@@ -102,6 +102,9 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     slot: int = 0
     status: str = "waiting"  # waiting, prefill, running, finished
+    prefill_pos: int = 0  # prompt (and, after a preemption, output) tokens whose KV has been launched
+    kv_allocated_len: int = 0  # monotone watermark of KV slots owned, in tokens
+    epoch: int = 0  # raised by a preemption, so that a step still in flight for the earlier life is recognised
     counts: Counts = field(default_factory=Counts)
     finish_reason: str | None = None
     stop_reason: str | int | None = None

@@ -1,0 +1,60 @@
+"""What every launcher needs to know of the device: processor count, and programmatic dependent launch.
+
+Boundary: triton and torch only. With programmatic dependent launch (CUDA compute capability 9.0 on) a kernel starts while its predecessor drains and waits
+inside, which hides most of the launch gap between the small kernels of a decode step; every kernel here waits before its first global read.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+
+    @triton.jit
+    def pdl_wait(PDL: tl.constexpr):
+        """Nothing to wait for."""
+
+else:
+    from triton.language.extra import cuda as _cuda
+
+    @triton.jit
+    def pdl_wait(PDL: tl.constexpr):
+        """Wait until the kernel before this one has finished, then let the next one start its prologue."""
+        if PDL:
+            _cuda.gdc_wait()
+            _cuda.gdc_launch_dependents()
+
+
+@cache
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of the device (a fixed stand-in where kernels are interpreted)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+_enabled = os.environ.get("SPECGEN_PDL", "1") == "1"
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch: the constexpr ``PDL`` and, where it is on, the launch attribute."""
+    if _enabled and not INTERPRETED and _capable(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+def set_pdl(enabled: bool) -> None:
+    """Turn programmatic dependent launch on or off for later launches (benchmarks and tests)."""
+    global _enabled
+    _enabled = enabled

@@ -1,0 +1,217 @@
+"""The draft loop that EAGLE, EAGLE-3, MTP and draft models share: chains and top-k trees, prefill, and the extend after acceptance.
+
+Boundary: what a drafter's network computes is a ``Head`` (one file a kind); how its tokens, KV and candidates move is here, once.
+
+Positions. With L committed target tokens, an EAGLE or MTP head holds KV for pairs (emb(x[p+1]), h[p]), p < L, and its output at L-1 gives the depth-1
+candidates (``lead`` 0). A draft model holds KV for x[0..L], root included (``lead`` 1). Either way a depth-d node is written at KV index
+L + lead + (d-1) * topk + k, at position L + lead + d - 1, and depth-S nodes are not forwarded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specgen.draft import tree
+from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, SamplingRows, StepRows
+from specgen.kernels import ops
+from specgen.types import Draft, Layout
+
+if TYPE_CHECKING:
+    from specgen.models.attention import KvPool
+    from specgen.models.target import Hidden
+
+
+class Head(Protocol):
+    """A drafter's network.
+
+    ``lead``: 0 when it pairs a token with the state before it, 1 when it reads tokens alone. ``feed_size``: width of the state fed back, 0 for none.
+    ``id_map``: [Vd] int32 target id of each draft id, or None when they are equal. ``aux_layers``, ``prenorm``: target states it reads.
+    """
+
+    method: str
+    lead: int
+    feed_size: int
+    feed_dtype: torch.dtype
+    device: torch.device
+    id_map: Tensor | None
+    aux_layers: tuple[int, ...]
+    prenorm: bool
+
+    def features(self, hidden: Hidden) -> Tensor | None:
+        """The target's states as this head takes them, one row a token, before any gathering."""
+
+    def start(self, features: Tensor) -> Tensor:
+        """Project gathered target features [n, .] to what ``forward`` takes as its feed [n, feed_size]."""
+
+    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor | None]:
+        """One pass over T tokens: (states for ``logits`` [T, H], states to feed back [T, feed_size] or None)."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[n, H] -> [n, Vd]."""
+
+    def make_pool(self, num_pages: int, page_size: int) -> KvPool:
+        """The head's own KV layers."""
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV a token takes over the head's layers."""
+
+
+class AutoregressiveDrafter(Drafter):
+    """Drafts token by token with a ``Head``; state per slot: the depth-1 candidates, their scores, and the state to feed back."""
+
+    def __init__(self, head: Head, topk: int, num_steps: int, num_draft_tokens: int) -> None:
+        super().__init__(topk, num_steps, num_draft_tokens)
+        self.head = head
+        self.method = head.method
+        self.lead = head.lead
+        self.aux_layers = head.aux_layers
+        self.prenorm = head.prenorm
+
+    def kv_bytes_per_token(self) -> int:
+        return self.head.kv_bytes_per_token()
+
+    def bind(self, max_slots: int, num_pages: int, page_size: int, max_batch: int) -> None:
+        device = self.head.device
+        self.pool: Any = self.head.make_pool(num_pages, page_size)
+        self.tokens = torch.zeros(max_slots, self.topk, dtype=torch.int32, device=device)
+        self.scores = torch.zeros(max_slots, self.topk, dtype=torch.float32, device=device)
+        self.feed = torch.zeros(max_slots, self.head.feed_size, dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
+        self.max_batch = max_batch
+        # Window numbers of the nodes kept at each depth, and offsets of the extend's rows: constants of every step.
+        span = max(self.num_steps, 1) * self.topk + 1
+        self.offsets = torch.arange(span, dtype=torch.int32, device=device)
+        self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
+
+    def close(self) -> None:
+        self.pool = None
+        self.feed = None
+
+    # -- proposing ------------------------------------------------------------------------------------------------------------------------
+
+    def propose(self, rows: StepRows, num_steps: int) -> Draft | None:
+        tokens = self.tokens.index_select(0, rows.slots)
+        feed = None if self.feed is None else self.feed.index_select(0, rows.slots)
+        if self.topk == 1:
+            return self._propose_chain(rows, num_steps, tokens, feed)
+        return self._propose_tree(rows, num_steps, tokens, self.scores.index_select(0, rows.slots), feed)
+
+    def _propose_chain(self, rows: StepRows, num_steps: int, tokens: Tensor, feed: Tensor | None) -> Draft:
+        """topk = 1: concatenation, top-k, sort and gather are the identity, so the draft is the plain cat of its tokens."""
+        base = rows.length + self.lead
+        drafted = [tokens]
+        for depth in range(1, num_steps):
+            offset = self.offsets[depth - 1 : depth]
+            slots = rows.window_slots(base, offset)
+            # Each node is its own query after depth-1 drafted keys, which are by now as good as committed ones.
+            layout = rows.layout(base + (depth - 1), 1, slots, (base + (depth - 1))[:, None])
+            states, feed = self.head.forward(drafted[-1].reshape(-1), feed, layout, self.pool)
+            s = rows.sampling
+            token = ops.draft_argmax(self._logits(states, s), s.temperature, s.keys, s.t + depth, self.head.id_map, s.features)
+            drafted.append(token[:, None])
+        return Draft(token_ids=torch.cat(drafted, 1))
+
+    def _propose_tree(self, rows: StepRows, num_steps: int, tokens: Tensor, scores: Tensor, feed: Tensor | None) -> Draft:
+        batch, topk = rows.size, self.topk
+        base = rows.length + self.lead
+        s = _repeat(rows.sampling, topk)
+        grown = tree.Growth(tokens, scores, topk)
+        feed = None if feed is None else feed[:, None].expand(batch, topk, -1).reshape(batch * topk, -1)
+        path = self.offsets[None, :topk, None].expand(batch, topk, 1)
+        for depth in range(1, num_steps):
+            first = (depth - 1) * topk
+            slots = rows.window_slots(base, self.offsets[first : first + topk])
+            positions = (base + (depth - 1))[:, None].expand(batch, topk)
+            layout = rows.layout(base, topk, slots, positions, path.contiguous())
+            states, feed = self.head.forward(grown.tokens.reshape(-1), feed, layout, self.pool)
+            child_tokens, child_logp = ops.draft_topk(
+                self._logits(states, s), topk, s.temperature, s.keys, s.t + depth, self.head.id_map, s.features
+            )
+            parent = grown.extend(child_tokens.view(batch, topk, topk), child_logp.view(batch, topk, topk))
+            index = parent.long()
+            kept = self.offsets[None, depth * topk : (depth + 1) * topk, None].expand(batch, topk, 1)
+            path = torch.cat([path.gather(1, index[:, :, None].expand(-1, -1, path.shape[2])), kept], 2)
+            if feed is not None:
+                feed = feed.view(batch, topk, -1).gather(1, index[:, :, None].expand(-1, -1, feed.shape[-1])).reshape(batch * topk, -1)
+        return grown.build(self.num_draft_tokens if num_steps == self.num_steps else tree.default_draft_tokens(topk, num_steps))
+
+    def _logits(self, states: Tensor, sampling: SamplingRows) -> Tensor:
+        logits = self.head.logits(states)
+        if self.head.id_map is None and logits.shape[1] > sampling.vocab_limit:
+            logits = logits[:, : sampling.vocab_limit]  # f never draws these ids, so drafting them would only be rejected
+        return logits
+
+    # -- following ------------------------------------------------------------------------------------------------------------------------
+
+    def _keep(self, slots: Tensor, states: Tensor, feed: Tensor | None, sampling: SamplingRows) -> None:
+        """Depth-1 candidates from one state a row; ``sampling.t`` is the position they would take."""
+        logits = self._logits(states, sampling)
+        if self.topk == 1:
+            tokens = ops.draft_argmax(logits, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features)[:, None]
+        else:
+            tokens, scores = ops.draft_topk(
+                logits, self.topk, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features
+            )
+            self.scores.index_copy_(0, slots, scores)
+        self.tokens.index_copy_(0, slots, tokens)
+        if self.feed is not None and feed is not None:
+            self.feed.index_copy_(0, slots, feed)
+
+    def prefill(self, rows: PrefillRows) -> None:
+        head = self.head
+        features = head.features(rows.hidden)
+        feed_in = None if features is None else head.start(features)
+        states, feed = head.forward(rows.next_ids if head.lead == 0 else rows.ids, feed_in, rows.layout, self.pool)
+        final = rows.rows
+        if final is None or rows.final_last is None:
+            return
+        if head.lead == 1:
+            # A draft model's KV runs one ahead: forward the root too.
+            base = final.length
+            slots = final.window_slots(base, self.offsets[:1])
+            states, feed = head.forward(final.root, None, final.layout(base, 1, slots, base[:, None]), self.pool)
+        else:
+            states = states.index_select(0, rows.final_last)
+            feed = None if feed is None else feed.index_select(0, rows.final_last)
+        self._keep(final.slots, states, feed, final.sampling)
+
+    def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
+        head = self.head
+        batch, width = accepted.tokens.shape
+        base = rows.length + self.lead
+        offsets = self.offsets[:width] if width <= self.offsets.shape[0] else torch.arange(width, dtype=torch.int32, device=base.device)
+        slots = rows.window_slots(base, offsets, accepted.valid)
+        layout = rows.layout(base, width, slots, base[:, None] + offsets)
+        feed_in = None
+        features = head.features(accepted.hidden)
+        if features is not None:
+            features = features.view(batch, accepted.num_nodes, -1)
+            if accepted.path is not None:
+                features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
+            feed_in = head.start(features[:, :width].reshape(batch * width, -1))
+        states, feed = head.forward(accepted.tokens.clamp(min=0).reshape(-1), feed_in, layout, self.pool)
+        last = accepted.accepted.long()[:, None, None]
+        states = states.view(batch, width, -1).gather(1, last.expand(-1, 1, states.shape[-1]))[:, 0]
+        if feed is not None:
+            feed = feed.view(batch, width, -1).gather(1, last.expand(-1, 1, feed.shape[-1]))[:, 0]
+        self._keep(rows.slots, states, feed, accepted.sampling)
+
+
+def _repeat(sampling: SamplingRows, times: int) -> SamplingRows:
+    """Each row's parameters ``times`` over, for B x times queries."""
+
+    def rep(x: Tensor) -> Tensor:
+        return x.repeat_interleave(times, 0, output_size=x.shape[0] * times)
+
+    return SamplingRows(
+        rep(sampling.temperature),
+        rep(sampling.top_k),
+        rep(sampling.top_p),
+        rep(sampling.min_p),
+        rep(sampling.keys),
+        rep(sampling.t),
+        sampling.features,
+        sampling.vocab_limit,
+    )

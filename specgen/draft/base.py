@@ -1,0 +1,157 @@
+"""The Drafter contract: what the engine asks of a drafter, and what it hands over.
+
+Boundary: a drafter sees device tensors of the rows in a step and its own state, which is indexed by slot. It knows nothing of requests, budgets,
+acceptance rules or the host. Every method runs between launch and retire: no host read, no data-dependent shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specgen.types import Draft, Layout
+
+if TYPE_CHECKING:
+    from specgen.models.target import Hidden
+
+
+@dataclass
+class SamplingRows:
+    """Sampling parameters of the rows in a step, and how noise is keyed (docs/architecture.md, "Noise").
+
+    temperature, top_p, min_p [B] float32; top_k [B] int32; keys [B, 2] int32 (bit patterns of the Philox key); t [B] int32: the noise position of the
+    token after the root. ``features`` names what any row needs: ``sampled`` (some temperature above 0), ``filters`` (top-k, top-p or min-p).
+    vocab_limit: ids at or above it are never drawn.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+    t: Tensor
+    features: frozenset[str]
+    vocab_limit: int
+
+
+@dataclass
+class StepRows:
+    """The B rows of one decode step, dead and padding rows turned to slot 0.
+
+    slots [B] int64; length [B] int32: committed tokens L whose KV the target holds; root [B] int32: the last sampled token; alive [B] bool.
+    block_table [B, W] int32. max_len: host bound on the keys of any row, windows included. last_position: max_length - 1, the highest legal position.
+    """
+
+    slots: Tensor
+    length: Tensor
+    root: Tensor
+    alive: Tensor
+    block_table: Tensor
+    max_len: int
+    page_size: int
+    last_position: int
+    sampling: SamplingRows
+
+    @property
+    def size(self) -> int:
+        """B, the number of rows."""
+        return self.slots.shape[0]
+
+    def window_slots(self, base: Tensor, offsets: Tensor, valid: Tensor | None = None) -> Tensor:
+        """KV slots [B, Q] int64 of token indices ``base[b] + offsets[b or 0, q]``; scratch where ``valid`` [B, Q] is False."""
+        index = (base[:, None] + offsets).long()
+        pages = index // self.page_size
+        slots = self.block_table.gather(1, pages.expand(self.size, -1)).long() * self.page_size + index % self.page_size
+        return slots if valid is None else slots * valid
+
+    def layout(self, base: Tensor, q_len: int, slots: Tensor, positions: Tensor, path: Tensor | None = None) -> Layout:
+        """A uniform layout of ``q_len`` tokens a row after ``base`` [B] int32 committed keys."""
+        return Layout(
+            positions=positions.clamp(max=self.last_position).to(torch.int32).reshape(-1),
+            slots=slots.reshape(-1),
+            block_table=self.block_table,
+            length=base,
+            q_len=q_len,
+            max_len=self.max_len,
+            path=path,
+        )
+
+
+@dataclass
+class PrefillRows:
+    """The packed chunks of one prefill: T tokens, of which F rows end their prompt here.
+
+    ids, next_ids [T] int32: the chunk's tokens and the token after each (at a row's last prompt position the first sampled token or, after a preemption,
+    the known root). layout: packed. hidden: the target's states of the T tokens. row_slots [P] int64: slot of each chunk. final_last [F] int64: index in T of the last token of each final row.
+    rows: the F final rows with their length, root and noise position as after the prefill; None when F is 0.
+    """
+
+    ids: Tensor
+    next_ids: Tensor
+    layout: Layout
+    hidden: Hidden
+    row_slots: Tensor
+    final_last: Tensor | None = None
+    rows: StepRows | None = None
+
+
+@dataclass
+class AcceptedRows:
+    """What a step committed, for the drafter to follow.
+
+    tokens [B, S+1] int32 (-1 beyond), path [B, S+1] int32 node numbers (-1 beyond; None for a chain, where it is 0..S), accepted [B] int32,
+    valid [B, S+1] bool: row i <= accepted of a live row. hidden: the target's states of all B x D nodes. sampling: with t moved past the commit.
+    """
+
+    tokens: Tensor
+    path: Tensor | None
+    accepted: Tensor
+    valid: Tensor
+    hidden: Hidden
+    num_nodes: int
+    sampling: SamplingRows
+
+
+class Drafter:
+    """Base of all drafters; also the drafter that proposes nothing.
+
+    ``lead``: how far the drafter's committed KV runs ahead of the target's. ``kv_layers``: layers it needs in a pool. ``aux_layers`` and ``prenorm``: the
+    target states it reads. ``max_steps``: None, or the longest draft it can make.
+    """
+
+    method = "none"
+    lead = 0
+    aux_layers: tuple[int, ...] = ()
+    prenorm = False
+
+    def __init__(self, topk: int, num_steps: int, num_draft_tokens: int) -> None:
+        self.topk = topk
+        self.num_steps = num_steps
+        self.num_draft_tokens = num_draft_tokens
+
+    def slots(self, num_steps: int) -> int:
+        """The most KV slots one proposal of ``num_steps`` touches past the committed length."""
+        return num_steps * self.topk
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of drafter KV a token takes, over all its layers."""
+        return 0
+
+    def bind(self, max_slots: int, num_pages: int, page_size: int, max_batch: int) -> None:
+        """Allocate state for ``max_slots`` rows (slot 0 included) and a KV pool of ``num_pages`` pages."""
+
+    def prefill(self, rows: PrefillRows) -> None:
+        """Follow a prefill chunk: write the drafter's KV, and for final rows keep the depth-1 candidates."""
+
+    def propose(self, rows: StepRows, num_steps: int) -> Draft | None:
+        """Propose up to ``num_steps`` tokens after each root; None means a draft of length zero."""
+        return None
+
+    def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
+        """Follow a committed step and keep the next depth-1 candidates. ``rows`` holds the lengths before the commit."""
+
+    def close(self) -> None:
+        """Drop device state."""

@@ -1,0 +1,202 @@
+"""The family on disk: every model in the published checkpoint layout of its kind, in bfloat16, and the model card.
+
+Boundary: trained modules and a log in, files out. Knows nothing of training or evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from specgen.embedded.corpus import BOS, END, EOS, LICENCE, PAD, save_tokenizer
+from specgen.embedded.heads import DFlashHead, Eagle3Head, EagleHead, HeadShape, MtpHead
+from specgen.embedded.target import AUX_LAYERS
+
+
+def save_weights(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write ``model.safetensors``: floating-point tensors in bfloat16, the others as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out = {name: (t.bfloat16() if t.is_floating_point() else t).detach().cpu().contiguous() for name, t in tensors.items()}
+    save_file(out, str(folder / "model.safetensors"), metadata={"format": "pt"})
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write indented JSON with a final newline."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def llama_dict(model: LlamaForCausalLM, **extra: Any) -> dict[str, Any]:
+    """config.json of a Llama model: the keys of every transformers generation, nothing else."""
+    c = model.config
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_hidden_layers,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_position_embeddings,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "dtype": "bfloat16",
+        **extra,
+    }
+
+
+def save_llama(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, mtp: MtpHead | None = None) -> None:
+    """A Hugging Face folder; with ``mtp``, the module's tensors stand in the same file at layer index N and the config says so."""
+    tensors = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}  # tied
+    extra: dict[str, Any] = {}
+    if mtp is not None:
+        tensors |= mtp.published(f"model.layers.{model.config.num_hidden_layers}.")
+        extra["num_nextn_predict_layers"] = 1
+    save_weights(tensors, folder)
+    write_json(llama_dict(model, **extra), folder / "config.json")
+    write_json({"bos_token_id": BOS, "eos_token_id": [EOS, END], "pad_token_id": PAD}, folder / "generation_config.json")
+    save_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
+
+
+def save_head(head: EagleHead | Eagle3Head | DFlashHead, target: LlamaForCausalLM, folder: Path) -> None:
+    """A drafter's folder: config.json and model.safetensors. Embeddings, and the output matrix where the layout allows, stay the target's."""
+    config = llama_dict(target, num_hidden_layers=1, intermediate_size=head.shape.intermediate, tie_word_embeddings=False)
+    if isinstance(head, Eagle3Head):
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": int(head.d2t.shape[0]),
+            "target_hidden_size": target.config.hidden_size,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS), "use_aux_hidden_state": True},
+        }
+    elif isinstance(head, EagleHead):
+        config["bias"] = False
+    else:
+        for key in ("mlp_bias", "pad_token_id"):
+            config.pop(key)
+        config |= {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": len(head.layers),
+            "layer_types": ["full_attention"] * len(head.layers),
+            "block_size": head.block_size,
+            "num_target_layers": target.config.num_hidden_layers,
+            "dflash_config": {"mask_token_id": head.mask_token_id, "target_layer_ids": [i - 1 for i in AUX_LAYERS]},
+        }
+    save_weights(head.published(), folder)
+    write_json(config, folder / "config.json")
+
+
+def load_eagle3_ids(head: Eagle3Head) -> Tensor:
+    """Target ids of the draft vocabulary, on the CPU."""
+    return head.target_ids.cpu()
+
+
+def shape_of(target: LlamaForCausalLM, intermediate: int) -> HeadShape:
+    """Head sizes that follow a target."""
+    c = target.config
+    return HeadShape(c.hidden_size, c.num_attention_heads, c.num_key_value_heads, intermediate, 10000.0, c.rms_norm_eps)
+
+
+def write_tar(folder: Path, tar: Path) -> None:
+    """Pack the family's folder, its name kept, replacing ``tar`` atomically."""
+    tar.parent.mkdir(parents=True, exist_ok=True)
+    partial = tar.with_suffix(".partial")
+    with tarfile.open(partial, "w") as archive:
+        archive.add(folder, arcname=folder.name)
+    partial.replace(tar)
+
+
+def folder_bytes(folder: Path) -> dict[str, int]:
+    """Size of each file below ``folder``, and ``total``."""
+    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    return sizes | {"total": sum(sizes.values())}
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    """Distinct parameters of a module."""
+    return sum(p.numel() for p in module.parameters())
+
+
+_CARD = """---
+license: psf-2.0
+language: code
+---
+# The embedded family
+
+A small language model of Python source and drafters for it, so that specgen has something real to run and to test on without a network.
+It continues Python functions; it is not useful for anything else.
+
+- Data: {licence} {files} files of Python {python}, {train_documents} documents ({train_tokens} tokens); {held_files} files held out whole.
+- Made by: `{command}` on {device}, in {minutes} minutes (torch {torch}, transformers {transformers}).
+- Tokenizer: byte-level BPE of {vocab_size}; `<s>` before raw prompts; a chat template with `<|user|>`, `<|assistant|>`, `<|end|>`.
+
+| model | folder | parameters | layout |
+|---|---|---|---|
+{models}
+
+Held-out loss {held_loss} nats a token after {steps} steps (the stock trainer, same size, same tokens, same steps: {reference_loss}).
+
+Mean acceptance length on {rows} held-out function heads (1 + accepted / steps, bonus token included), num_steps 4, topk 1:
+
+| | T = 0 | T = 0.8, coupled |
+|---|---|---|
+{acceptance}
+
+Text of 128 tokens over the {prompt_rows} embedded prompts: repeated 4-grams {repeat_0} at T = 0, {repeat_8} at T = 0.8.
+
+## Limits
+
+- It has seen the standard library alone: it knows its idioms, repeats them, and loops at T = 0. The code it writes is rarely correct.
+- Chat is a form it has seen ({chat_documents} exchanges made from docstrings), not an ability.
+- Acceptance was measured offline in float32 with the bfloat16 weights; a run in bfloat16 differs by near-ties.
+- The text it was trained on is under the PSF licence; long verbatim runs of it can come out.
+"""
+
+
+def render_card(log: dict[str, Any]) -> str:
+    """The model card, every figure from the training log; an absent figure reads ``not measured``."""
+    missing = "not measured"
+    figures = log.get("evaluation", {})
+    held = figures.get("held_out_heads", {})
+    names = {"ngram": "prompt lookup", "draft_model": "draft model", "eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash"}
+    cell = lambda t, n: f"{held[t]['drafters'][n]['mean_length']:.2f}" if n in held.get(t, {}).get("drafters", {}) else missing  # noqa: E731
+    repeat = lambda t: f"{100 * figures['prompts'][t]['repeated_4grams']:.0f}%" if t in figures.get("prompts", {}) else missing  # noqa: E731
+    reference = log.get("reference", {}).get("held_out_loss")
+    models = "\n".join(f"| {m['name']} | `{m['folder']}` | {m['parameters']:,} | {m['layout']} |" for m in log.get("models", []))
+    return _CARD.format(
+        licence=LICENCE,
+        models=models,
+        acceptance="\n".join(f"| {label} | {cell('T0', n)} | {cell('T0.8', n)} |" for n, label in names.items() if cell("T0", n) != missing),
+        held_loss=log.get("target", {}).get("held_out_loss", missing),
+        steps=log.get("target", {}).get("steps", missing),
+        reference_loss=missing if reference is None else reference,
+        rows=held.get("T0", {}).get("rows", missing),
+        prompt_rows=figures.get("prompts", {}).get("T0", {}).get("rows", missing),
+        repeat_0=repeat("T0"),
+        repeat_8=repeat("T0.8"),
+        minutes=round(log.get("seconds", 0) / 60, 1),
+        command=log["command"],
+        device=log["device"],
+        python=log["corpus"]["python"],
+        torch=log["torch"],
+        transformers=log["transformers"],
+        **{k: log["corpus"][k] for k in ("files", "held_files", "train_documents", "train_tokens", "vocab_size", "chat_documents")},
+    )

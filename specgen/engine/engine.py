@@ -1,0 +1,437 @@
+"""The engine: one step, launched on the device and retired on the host.
+
+Boundary: joins target, drafter, scheduler and memory; knows nothing of files, datasets or reports. ``launch`` holds tensor work only: no data-dependent
+shape, no host read. ``step`` is the whole story; with ``overlap`` 1 the host retires step t-1 while step t runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specgen.config import DraftConfig, EngineConfig
+from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
+from specgen.draft.tree import draft_depth
+from specgen.engine.accept import committed_tokens, kept_and_finish
+from specgen.engine.buffers import BufferRing, CpuGpuBuffer
+from specgen.engine.memory import PageTable, spec_reserve
+from specgen.engine.rows import DeviceRows
+from specgen.engine.sampling import draw, features_of, moved, sampling_rows
+from specgen.engine.scheduler import RESULT_COLUMNS, Batch, Chunk, Scheduler
+from specgen.engine.text import OutputText
+from specgen.errors import CapacityError
+from specgen.kernels import ops
+from specgen.models.target import Target
+from specgen.types import Draft, Layout, Request
+
+DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
+CPU_KV_BYTES = 1 << 30
+
+
+@dataclass
+class InFlight:
+    """A launched step: who was in it, and the host buffers its results land in."""
+
+    batch: Batch
+    finals: list[tuple[Request, int]]
+    decode_result: CpuGpuBuffer | None
+    prefill_result: CpuGpuBuffer | None
+
+
+@dataclass
+class StepTimes:
+    """Wall seconds of the engine's host loop, for ``stats.json``."""
+
+    steps: int = 0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+
+class Engine:
+    """Continuous batching with speculative decoding over one target and one drafter on one device."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        engine: EngineConfig,
+        draft: DraftConfig,
+        *,
+        tokenizer: Any | None = None,
+        skip_special_tokens: bool = True,
+        vocab_limit: int | None = None,
+    ) -> None:
+        self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
+        self.device = target.device
+        self.overlap = {"0": 0, "1": 1}.get(str(engine.overlap), int(self.device.type == "cuda"))
+        self.num_steps, self.topk = drafter.num_steps, drafter.topk
+        self.vocab_limit = min(vocab_limit or target.vocab_size, target.vocab_size)
+        self.max_length = target.max_length
+        self.features: frozenset[str] = frozenset()
+        max_batch = engine.max_batch or DEFAULT_MAX_BATCH.get(self.device.type, 32)
+        self.reserve = spec_reserve(
+            [self.num_steps], self.topk, [drafter.num_draft_tokens], [drafter.slots(self.num_steps)], drafter.lead, self.overlap
+        )
+        page = engine.page_size
+        num_pages = self._plan_pages(max_batch, page)
+        self.pages = PageTable(max_batch + 1, self.max_length + self.reserve, num_pages, page, self.device)
+        self.rows = DeviceRows(max_batch + 1, self.device)
+        self.pool: Any = target.make_pool(num_pages, page)
+        drafter.bind(max_batch + 1, num_pages, page, max_batch)
+        self.text = OutputText(tokenizer, skip_special_tokens)
+        self.scheduler = Scheduler(
+            self.pages,
+            self.rows,
+            self.text,
+            max_batch=max_batch,
+            reserve=self.reserve,
+            prefill_tokens=engine.prefill_tokens,
+            max_length=self.max_length,
+            eos_ids=target.eos_ids,
+            device=self.device,
+        )
+        self.max_batch = max_batch
+        self.in_flight: deque[InFlight] = deque()
+        self.times = StepTimes()
+        self.step_ms: list[float] = []
+        self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
+        self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
+        self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
+        self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
+        self._nodes = torch.arange(drafter.num_draft_tokens, dtype=torch.int32, device=self.device)
+
+    # -- sizes ----------------------------------------------------------------------------------------------------------------------------
+
+    def _plan_pages(self, max_batch: int, page: int) -> int:
+        """Pages of the KV pool: what the memory setting allows, and never more than every slot at full length can use."""
+        per_page = page * (self.target.kv_bytes_per_token + self.drafter.kv_bytes_per_token())
+        most = max_batch * (-(-(self.max_length + self.reserve) // page)) + 1
+        if self.config.kv_memory_gb is not None:
+            budget = int(self.config.kv_memory_gb * 2**30)
+        elif self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            budget = int(free - (1 - self.config.memory_fraction) * total)
+        else:
+            budget = CPU_KV_BYTES
+        pages = min(most, budget // per_page)
+        if pages < 2:
+            raise CapacityError(f"the KV pool's budget of {max(budget, 0) / 2**30:.2f} GiB holds no page of {per_page} bytes: raise engine.kv_memory_gb")
+        return int(pages)
+
+    # -- the public verbs -----------------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.features |= features_of(request.sampling)
+        self.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """Launch one step and retire the one ``overlap`` before it; returns the requests that ended."""
+        done = self.scheduler.take_finished_early()
+        batch = self.scheduler.next_batch(self.num_steps)
+        if batch.decode or batch.chunks:
+            self.in_flight.append(self.launch(batch))
+            self.times.steps += 1
+        elif self.in_flight:
+            return done + self.retire(self.in_flight.popleft())
+        if len(self.in_flight) > self.overlap:
+            done += self.retire(self.in_flight.popleft())
+        return done
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is unfinished or a step is in flight."""
+        return self.scheduler.has_work or bool(self.in_flight)
+
+    def run(self, requests: Sequence[Request]) -> list[Request]:
+        """Run requests to their end; returns them in completion order."""
+        for request in requests:
+            self.add(request)
+        done: list[Request] = []
+        while self.has_work:
+            done += self.step()
+        return done
+
+    def abort(self, request: Request) -> None:
+        """Drop a request."""
+        self.scheduler.abort(request)
+
+    def close(self) -> None:
+        """Give back KV and drafter state; the target stays loaded."""
+        self.in_flight.clear()
+        self.drafter.close()
+        self.pool = None
+
+    # -- launch: tensors only -------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> InFlight:
+        """Enqueue a step: decode rows, then prompt chunks, then the copies of their results."""
+        flight = InFlight(batch, [], None, None)
+        if batch.decode and batch.slots is not None:
+            buffer = self._results.take()
+            self.decode(batch.slots, batch.num_steps, batch.max_len, buffer.gpu)
+            buffer.copy_to_cpu(len(batch.decode))
+            flight.decode_result = buffer
+        if batch.chunks:
+            self._launch_prefill(batch.chunks, flight)
+        return flight
+
+    def _step_rows(self, slots: Tensor, max_len: int) -> StepRows:
+        """Rows of the step; a dead row becomes slot 0, so that what it writes goes to scratch."""
+        alive = self.rows.alive.index_select(0, slots) > 0
+        slots = slots * alive
+        ints = self.rows.ints.index_select(0, slots)
+        return StepRows(
+            slots=slots,
+            length=ints[:, 1],
+            root=ints[:, 2],
+            alive=alive,
+            block_table=self.pages.device_table.index_select(0, slots),
+            max_len=max_len,
+            page_size=self.config.page_size,
+            last_position=self.max_length - 1,
+            sampling=sampling_rows(self.rows, slots, self.features, self.vocab_limit),
+        )
+
+    def decode(self, slots: Tensor, num_steps: int, max_len: int, result: Tensor) -> None:
+        """Propose, verify, accept, commit, observe for ``slots`` [B] int64; results go to ``result`` [>= B, 6 + S + 1] int32."""
+        rows = self._step_rows(slots, max_len)
+        draft = self.drafter.propose(rows, num_steps) if num_steps else None
+        hidden, y, depth = self._verify(rows, draft)
+        path, accepted, child_at_end, proposed = self._accept(rows, draft, y)
+        tokens = committed_tokens(y, path, accepted)
+        ints = self.rows.ints.index_select(0, rows.slots)
+        kept, finish = kept_and_finish(tokens, accepted, rows.alive, ints[:, 3], ints[:, 4], rows.length, self.max_length, ints[:, 9:])
+        self._commit(rows, ints, tokens, accepted, finish)
+        if draft is not None:
+            if draft.parents is not None:
+                ops.compact_kv(self.pool.k, self.pool.v, rows.block_table, rows.length, path, accepted, rows.page_size)
+            self._observe(rows, draft, tokens, path, accepted, hidden)
+        batch = slots.shape[0]
+        columns = (rows.alive, accepted, kept, finish, proposed, child_at_end)
+        for index, column in enumerate(columns):
+            result[:batch, index].copy_(column)
+        result[:batch, RESULT_COLUMNS : RESULT_COLUMNS + tokens.shape[1]].copy_(tokens)
+
+    def _verify(self, rows: StepRows, draft: Draft | None) -> tuple[Any, Tensor, Tensor]:
+        """The target over root and drafts: (hidden states of B x D nodes, y [B, D], depth of each node)."""
+        if draft is None:
+            tokens, nodes, path = rows.root[:, None], 1, None
+            depth = self._depths[:1]
+        else:
+            tokens = torch.cat([rows.root[:, None], draft.token_ids], 1)
+            nodes, path = tokens.shape[1], draft.path
+            depth = self._depths[:nodes] if draft.depth is None else draft.depth
+        slots = rows.window_slots(rows.length, self._nodes[:nodes])
+        layout = rows.layout(rows.length, nodes, slots, rows.length[:, None] + depth, path)
+        hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
+        logits = self.target.logits(hidden.last)
+        return hidden, draw(logits, rows.sampling, depth), depth
+
+    def _accept(self, rows: StepRows, draft: Draft | None, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(path [B, S+1], accepted [B], child_at_end [B], depths with a node [B]), nodes past the context limit counted as absent."""
+        if draft is None:
+            zero = torch.zeros_like(rows.length)
+            return zero[:, None], zero, zero, zero
+        if draft.parents is None:
+            path, accepted, child = ops.chain_walk(draft.token_ids, draft.valid, y)
+        else:
+            path, accepted, child = ops.tree_walk(draft.token_ids, draft.first_child, draft.next_sibling, y, draft.path.shape[2] - 1)
+        # A node at depth d stands at position L + d; the highest legal position is max_length - 1.
+        room = (self.max_length - 1) - rows.length
+        proposed = torch.minimum(draft_depth(draft), room)
+        accepted = torch.minimum(accepted, room)
+        child = child.bool() & (accepted < room)
+        path = torch.where(self._depths[: path.shape[1]] <= accepted[:, None], path, -1)
+        return path, accepted, child, proposed
+
+    def _commit(self, rows: StepRows, ints: Tensor, tokens: Tensor, accepted: Tensor, finish: Tensor) -> None:
+        """Advance the rows that go on; a row that ended dies here, on the device."""
+        going = rows.alive & (finish == 0)
+        count = (accepted + 1) * going
+        root = tokens.gather(1, accepted.long()[:, None])[:, 0]
+        new = ints.clone()
+        new[:, 0] = going
+        new[:, 1] += count
+        new[:, 2] = torch.where(going, root, ints[:, 2])
+        new[:, 3] += count
+        self.rows.ints.index_copy_(0, rows.slots, new)
+
+    def _observe(self, rows: StepRows, draft: Draft, tokens: Tensor, path: Tensor, accepted: Tensor, hidden: Any) -> None:
+        valid = (self._depths[: tokens.shape[1]] <= accepted[:, None]) & rows.alive[:, None]
+        self.drafter.observe(
+            rows,
+            AcceptedRows(
+                tokens=tokens,
+                path=None if draft.parents is None else path,
+                accepted=accepted,
+                valid=valid,
+                hidden=hidden,
+                num_nodes=draft.token_ids.shape[1] + 1,
+                sampling=moved(rows.sampling, accepted + 1),
+            ),
+        )
+
+    # -- prefill --------------------------------------------------------------------------------------------------------------------------
+
+    def _launch_prefill(self, chunks: list[Chunk], flight: InFlight) -> None:
+        finals = [(i, c) for i, c in enumerate(chunks) if c.final]
+        staged = self._prefill.stage(chunks, finals, self.pages)
+        layout = Layout(
+            positions=staged.positions,
+            slots=staged.slots,
+            block_table=self.pages.device_table.index_select(0, staged.row_slots),
+            length=staged.starts,
+            q_len=staged.max_q,
+            max_len=staged.max_len,
+            cu_q=staged.cu_q,
+        )
+        hidden = self.target.forward(staged.ids, layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
+        next_ids, rows = staged.next_ids, None
+        if finals:
+            next_ids, rows, result = self._first_tokens(staged, hidden)
+            flight.finals = [(c.request, c.epoch) for _, c in finals]
+            buffer = self._first_results.take()
+            buffer.gpu[: len(finals)].copy_(result)
+            buffer.copy_to_cpu(len(finals))
+            flight.prefill_result = buffer
+        self.drafter.prefill(PrefillRows(staged.ids, next_ids, layout, hidden, staged.row_slots, staged.final_last if finals else None, rows))
+
+    def _first_tokens(self, staged: StagedPrefill, hidden: Any) -> tuple[Tensor, StepRows, Tensor]:
+        """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2])."""
+        logits = self.target.logits(hidden.last.index_select(0, staged.final_last))
+        slots = staged.final_slots
+        sampling = sampling_rows(self.rows, slots, self.features, self.vocab_limit)
+        sampled = draw(logits, sampling, self._depths[:1])
+        # A resumed row samples nothing: its backup, the last token it had, is its root.
+        root, count = ops.next_token_ids_padded(sampled, staged.discard, staged.backup, self.vocab_limit)
+        ints = self.rows.ints.index_select(0, slots)
+        fresh = ~staged.discard
+        length = staged.final_lengths
+        _, finish = kept_and_finish(
+            sampled, torch.zeros_like(root), fresh, ints[:, 3], ints[:, 4], length - 1, self.max_length, ints[:, 9:]
+        )
+        output_len = torch.where(fresh, 1, staged.output_lens)
+        new = ints.clone()
+        new[:, 0] = finish == 0
+        new[:, 1] = length
+        new[:, 2] = root
+        new[:, 3] = output_len
+        self.rows.ints.index_copy_(0, slots, new)
+        next_ids = staged.next_ids.index_copy(0, staged.final_last, root)
+        rows = StepRows(
+            slots=slots,
+            length=length,
+            root=root,
+            alive=finish == 0,
+            block_table=self.pages.device_table.index_select(0, slots),
+            max_len=staged.max_len + 1,
+            page_size=self.config.page_size,
+            last_position=self.max_length - 1,
+            sampling=moved(sampling, output_len),
+        )
+        return next_ids, rows, torch.stack([root * (count > 0) - (count == 0).int(), finish], 1)
+
+    # -- retire: the host -----------------------------------------------------------------------------------------------------------------
+
+    def retire(self, flight: InFlight) -> list[Request]:
+        """Read a step's results, one step late when overlapped, and settle its rows."""
+        done: list[Request] = []
+        if flight.decode_result is not None:
+            flight.decode_result.wait()
+            done += self.scheduler.retire_decode(flight.batch.decode, flight.decode_result.np[: len(flight.batch.decode)])
+        if flight.prefill_result is not None:
+            flight.prefill_result.wait()
+            done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[: len(flight.finals)])
+        now = time.perf_counter()
+        if flight.batch.decode and not flight.batch.chunks:
+            self.step_ms.append(now)
+        return done
+
+
+@dataclass
+class StagedPrefill:
+    """Device tensors of one packed prefill (see ``PrefillBuffers.stage``)."""
+
+    ids: Tensor
+    next_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    starts: Tensor
+    cu_q: Tensor
+    row_slots: Tensor
+    final_last: Tensor
+    final_slots: Tensor
+    final_lengths: Tensor
+    output_lens: Tensor
+    backup: Tensor
+    discard: Tensor
+    max_q: int
+    max_len: int
+
+
+class PrefillBuffers:
+    """Host staging of packed prompt chunks: one int32 matrix by token, one by row, one by final row, each copied once."""
+
+    def __init__(self, max_tokens: int, max_rows: int, device: torch.device) -> None:
+        self._tokens = BufferRing(2, 3, max_tokens, dtype=torch.int32, device=device)
+        self._slots = BufferRing(2, max_tokens, dtype=torch.int64, device=device)
+        self._rows = BufferRing(2, 2, max_rows + 1, dtype=torch.int32, device=device)
+        self._finals = BufferRing(2, 5, max_rows, dtype=torch.int32, device=device)
+        self._index = BufferRing(2, 3, max_rows, dtype=torch.int64, device=device)
+
+    def stage(self, chunks: list[Chunk], finals: list[tuple[int, Chunk]], pages: PageTable) -> StagedPrefill:
+        """Fill and send. Rows of ``tokens``: ids, the id after each, positions. The id after a final row's last token is filled in on the device."""
+        tokens, slots, rows = self._tokens.take(), self._slots.take(), self._rows.take()
+        finals_buffer, index = self._finals.take(), self._index.take()
+        at, max_q, max_len = 0, 0, 0
+        rows.np[1, 0] = 0
+        for i, chunk in enumerate(chunks):
+            n = chunk.end - chunk.start
+            span = slice(at, at + n)
+            tokens.np[0, span] = chunk.ids[chunk.start : chunk.end]
+            after = chunk.ids[chunk.start + 1 : chunk.end + 1]
+            tokens.np[1, at : at + len(after)] = after
+            if len(after) < n:
+                tokens.np[1, at + n - 1] = 0
+            positions = np.arange(chunk.start, chunk.end)
+            tokens.np[2, span] = positions
+            slot = chunk.request.slot
+            slots.np[span] = pages.table[slot, positions // pages.page_size].astype(np.int64) * pages.page_size + positions % pages.page_size
+            rows.np[0, i], rows.np[1, i + 1], index.np[0, i] = chunk.start, at + n, slot
+            at, max_q, max_len = at + n, max(max_q, n), max(max_len, chunk.end)
+        for f, (i, chunk) in enumerate(finals):
+            output = chunk.request.output_ids
+            index.np[1, f], index.np[2, f] = rows.np[1, i + 1] - 1, chunk.request.slot
+            finals_buffer.np[0, f], finals_buffer.np[1, f] = chunk.known, len(output)
+            finals_buffer.np[2, f] = output[-1] if output else 0
+            finals_buffer.np[3, f] = bool(output)
+        n, f = len(chunks), len(finals)
+        device_tokens, device_rows, device_finals = tokens.copy_to_gpu(), rows.copy_to_gpu(), finals_buffer.copy_to_gpu()
+        device_index = index.copy_to_gpu()
+        return StagedPrefill(
+            ids=device_tokens[0, :at],
+            next_ids=device_tokens[1, :at],
+            positions=device_tokens[2, :at],
+            slots=slots.copy_to_gpu(at),
+            starts=device_rows[0, :n],
+            cu_q=device_rows[1, : n + 1],
+            row_slots=device_index[0, :n],
+            final_last=device_index[1, :f],
+            final_slots=device_index[2, :f],
+            final_lengths=device_finals[0, :f],
+            output_lens=device_finals[1, :f],
+            backup=device_finals[2, :f],
+            discard=device_finals[3, :f] > 0,
+            max_q=max_q,
+            max_len=max_len,
+        )

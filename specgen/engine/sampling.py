@@ -1,0 +1,84 @@
+"""The law f applied to the nodes of a step: which parameters each node has, and the one call that draws its token.
+
+Boundary: parameters and noise positions; the law itself is ``kernels.sampling``, and what a drawn token means is ``accept.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specgen.draft.base import SamplingRows
+from specgen.engine.rows import DeviceRows
+from specgen.kernels import ops
+from specgen.types import SamplingParams
+
+
+def features_of(params: SamplingParams) -> frozenset[str]:
+    """What a row needs beyond argmax."""
+    found = set()
+    if params.temperature > 0:
+        found.add("sampled")
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            found.add("filters")
+    return frozenset(found)
+
+
+def sampling_rows(rows: DeviceRows, slots: Tensor, features: frozenset[str], vocab_limit: int) -> SamplingRows:
+    """Gather the parameters of B slots [B] int64; t is the noise position of the token after each root."""
+    ints = rows.ints.index_select(0, slots)
+    floats = rows.floats.index_select(0, slots)
+    return SamplingRows(
+        temperature=floats[:, 0],
+        top_k=ints[:, 6],
+        top_p=floats[:, 1],
+        min_p=floats[:, 2],
+        keys=ints[:, 7:9],
+        t=ints[:, 5] + ints[:, 3],
+        features=features,
+        vocab_limit=vocab_limit,
+    )
+
+
+def moved(sampling: SamplingRows, by: Tensor) -> SamplingRows:
+    """The same rows, ``by`` [B] int32 output positions later."""
+    return SamplingRows(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.keys,
+        sampling.t + by,
+        sampling.features,
+        sampling.vocab_limit,
+    )
+
+
+def draw(logits: Tensor, sampling: SamplingRows, depth: Tensor) -> Tensor:
+    """y [B, D] int32 for logits [B * D, V]: the token f picks after each node. depth [B, D] or [D] int32 is the node's depth.
+
+    -1 where a node's logits are not finite.
+    """
+    batch = sampling.t.shape[0]
+    nodes = logits.shape[0] // batch
+    if "sampled" not in sampling.features:
+        zero = sampling.temperature
+        return ops.gumbel_argmax(
+            logits, zero, sampling.top_k, sampling.top_p, sampling.min_p, sampling.keys, sampling.t, sampling.vocab_limit, features=sampling.features
+        ).view(batch, nodes)
+
+    def rep(x: Tensor) -> Tensor:
+        return x if nodes == 1 else x.repeat_interleave(nodes, 0, output_size=batch * nodes)
+
+    t = (sampling.t[:, None] + depth).expand(batch, nodes).reshape(-1)
+    return ops.gumbel_argmax(
+        logits,
+        rep(sampling.temperature),
+        rep(sampling.top_k),
+        rep(sampling.top_p),
+        rep(sampling.min_p),
+        rep(sampling.keys),
+        t.to(torch.int32),
+        sampling.vocab_limit,
+        features=sampling.features,
+    ).view(batch, nodes)

@@ -1,0 +1,327 @@
+"""The host's side of a step: who runs, which prompt chunks go along, which pages they may write, and what a retired step means for each request.
+
+Boundary: no tensor work beyond filling buffers and no model. Works from lengths that are ``overlap`` steps old; what the device decides in between
+(acceptance, end of sequence) reaches it only through ``retire``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from specgen.engine.accept import FINISH_NAMES, NON_FINITE, STOP
+from specgen.engine.buffers import BufferRing
+from specgen.engine.memory import PageTable, ceil_to_page
+from specgen.engine.rows import DeviceRows
+from specgen.engine.text import OutputText
+from specgen.types import Request
+
+# Columns of a step's result matrix, before the committed tokens.
+ALIVE, ACCEPTED, KEPT, FINISH, DRAFT_DEPTH, CHILD_AT_END, RESULT_COLUMNS = 0, 1, 2, 3, 4, 5, 6
+
+
+@dataclass
+class Chunk:
+    """Part of a prompt: tokens [start, end) of ``ids``. ``final``: the prompt ends here. ``resumed``: after a preemption, nothing is sampled."""
+
+    request: Request
+    ids: list[int]
+    start: int
+    end: int
+    epoch: int
+
+    @property
+    def final(self) -> bool:
+        return self.end == self.known
+
+    @property
+    def resumed(self) -> bool:
+        return len(self.request.output_ids) > 0
+
+    @property
+    def known(self) -> int:
+        """Tokens to prefill: the prompt, and after a preemption the output but its last token, which is the root."""
+        return len(self.request.prompt.token_ids) + max(0, len(self.request.output_ids) - 1)
+
+
+@dataclass
+class Batch:
+    """What one step launches. ``decode``: (slot, request, epoch) of each decode row, reused while the rows stay the same. ``slots``: device [n] int64."""
+
+    decode: tuple[tuple[int, Request, int], ...] = ()
+    slots: torch.Tensor | None = None
+    num_steps: int = 0
+    max_len: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over a fixed set of slots."""
+
+    def __init__(
+        self,
+        pages: PageTable,
+        rows: DeviceRows,
+        text: OutputText,
+        *,
+        max_batch: int,
+        reserve: int,
+        prefill_tokens: int,
+        max_length: int,
+        eos_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.pages, self.rows, self.text = pages, rows, text
+        self.max_batch, self.reserve, self.prefill_tokens, self.max_length = max_batch, reserve, prefill_tokens, max_length
+        self.eos_ids = eos_ids
+        self.waiting: deque[Request] = deque()
+        self.prefilling: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._finished_early: list[Request] = []
+        self._free_slots = list(range(max_batch, 0, -1))
+        self._committed = np.zeros(max_batch + 1, np.int64)
+        self._slot_array = np.zeros(max_batch, np.int64)
+        self._committed_rows = np.zeros(max_batch, np.int64)
+        self._slot_ring = BufferRing(3, max_batch, dtype=torch.int64, device=device)
+        self._device_slots: torch.Tensor | None = None
+        self._decode: tuple[tuple[int, Request, int], ...] = ()
+        self._changed = True
+
+    # -- admission ------------------------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that cannot run at all is finished at once and comes back from the next ``step``."""
+        prompt = len(request.prompt.token_ids)
+        most = min(self.max_length, prompt + request.sampling.max_tokens)
+        need = ceil_to_page(most + self.reserve, self.pages.page_size) // self.pages.page_size
+        if request.sampling.max_tokens == 0:
+            request.status, request.finish_reason = "finished", "length"
+        elif prompt == 0 or prompt >= self.max_length:
+            fail(request, "ContextError", f"a prompt of {prompt} tokens leaves no room to generate: 1 to {self.max_length - 1} fit model.max_length")
+        elif need > self.pages.num_pages - 1:
+            room = (self.pages.num_pages - 1) * self.pages.page_size
+            fail(request, "CapacityError", f"the row may need {most + self.reserve} KV slots and the pool holds {room}: raise engine.kv_memory_gb")
+        if request.done:
+            self._finished_early.append(request)
+        else:
+            self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        """True while anything is queued, in prefill or decoding."""
+        return bool(self.waiting or self.prefilling or self.running or self._finished_early)
+
+    @property
+    def slots_wanted(self) -> int:
+        """How many more requests could be queued usefully."""
+        return max(0, 2 * self.max_batch - len(self.waiting))
+
+    def take_finished_early(self) -> list[Request]:
+        """Requests that ended without a step."""
+        done, self._finished_early = self._finished_early, []
+        return done
+
+    def _admit(self, budget: int) -> None:
+        admitted = []
+        while self.waiting and self._free_slots and budget > 0:
+            request = self.waiting[0]
+            known = len(request.prompt.token_ids) + max(0, len(request.output_ids) - 1)
+            slot = self._free_slots[-1]
+            # Leave every decoding row room for a page, or the newcomer would be preempted at once.
+            need = -(-(known + self.reserve) // self.pages.page_size) + len(self.running)
+            if need > self.pages.free_pages and (self.running or self.prefilling):
+                break
+            if not self.pages.alloc_for_spec_decode([request], np.array([slot]), np.array([known]), self.reserve):
+                break
+            self.waiting.popleft()
+            self._free_slots.pop()
+            request.slot, request.status, request.prefill_pos = slot, "prefill", 0
+            self._committed[slot] = known
+            self.prefilling.append(request)
+            admitted.append(request)
+            budget -= known
+        if admitted:
+            self.rows.admit(admitted, [self.stop_ids(r) for r in admitted])
+
+    def stop_ids(self, request: Request) -> tuple[int, ...]:
+        """The ids that end this row: the model's EOS ids unless ``ignore_eos``, and its own."""
+        eos = () if request.sampling.ignore_eos else self.eos_ids
+        return tuple(dict.fromkeys(eos + request.sampling.stop_token_ids))
+
+    # -- one step's plan ------------------------------------------------------------------------------------------------------------------
+
+    def next_batch(self, num_steps: int) -> Batch:
+        """Plan one step: chunks under the token budget, decode rows, and pages for both."""
+        batch = Batch(num_steps=num_steps)
+        if self.running and not self._grow():
+            while not self._grow():
+                self._preempt(self.running[-1])
+        budget = self.prefill_tokens
+        if self.waiting and self._free_slots:
+            self._admit(budget - sum(len(r.prompt.token_ids) - r.prefill_pos for r in self.prefilling))
+        if self.prefilling:
+            self._plan_chunks(batch, budget)
+        if self.running:
+            self._plan_decode(batch)
+        if batch.chunks:
+            # Rows whose prompt ends in this step decode from the next step on.
+            for chunk in batch.chunks:
+                if chunk.final:
+                    self.prefilling.remove(chunk.request)
+                    chunk.request.status = "running"
+                    self.running.append(chunk.request)
+                    self._changed = True
+        self.pages.upload()
+        return batch
+
+    def _grow(self) -> bool:
+        n = len(self.running)
+        if self._changed:
+            for i, request in enumerate(self.running):
+                self._slot_array[i] = request.slot
+        slots = self._slot_array[:n]
+        np.take(self._committed, slots, out=self._committed_rows[:n])
+        return self.pages.alloc_for_spec_decode(self.running, slots, self._committed_rows[:n], self.reserve)
+
+    def _plan_decode(self, batch: Batch) -> None:
+        n = len(self.running)
+        if self._changed:
+            buffer = self._slot_ring.take()
+            buffer.np[:n] = self._slot_array[:n]
+            self._device_slots = buffer.copy_to_gpu(n)
+            self._decode = tuple((r.slot, r, r.epoch) for r in self.running)
+            self._changed = False
+        batch.decode, batch.slots = self._decode, self._device_slots
+        batch.max_len = int(self._committed_rows[:n].max()) + self.reserve
+
+    def _plan_chunks(self, batch: Batch, budget: int) -> None:
+        for request in self.prefilling:
+            if budget <= 0:
+                break
+            ids = request.prompt.token_ids if not request.output_ids else request.prompt.token_ids + request.output_ids
+            chunk = Chunk(request, ids, request.prefill_pos, 0, request.epoch)
+            chunk.end = min(chunk.known, chunk.start + budget)
+            request.prefill_pos = chunk.end
+            budget -= chunk.end - chunk.start
+            batch.chunks.append(chunk)
+
+    def _preempt(self, request: Request) -> None:
+        """Give back a row's pages; it will prefill prompt + output[:-1] again and go on from its last token."""
+        self.preemptions += 1
+        self.running.remove(request)
+        self._release(request)
+        request.status, request.epoch = "waiting", request.epoch + 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.pages.release(request.slot)
+        self._free_slots.append(request.slot)
+        request.slot, request.kv_allocated_len = 0, 0
+        self._changed = True
+
+    # -- what a step meant ----------------------------------------------------------------------------------------------------------------
+
+    def retire_prefill(self, finals: list[tuple[Request, int]], result: np.ndarray) -> list[Request]:
+        """Take the sampled first tokens. result [F, 2] int32: token (-1: logits not finite), finish code."""
+        done = []
+        for (request, epoch), (token, finish) in zip(finals, result.tolist(), strict=True):
+            if request.done or request.epoch != epoch or request.output_ids:
+                continue
+            if finish != NON_FINITE:
+                request.counts.prefill_sampled += 1
+                request.output_ids.append(token)
+                request.provenance.append(-1)
+            if self._settle(request, 0 if finish == NON_FINITE else 1, finish):
+                done.append(request)
+        return done
+
+    def retire_decode(self, decode: tuple[tuple[int, Request, int], ...], result: np.ndarray) -> list[Request]:
+        """Account one step for each of its rows. A row that ended or was preempted since the launch is dropped."""
+        done = []
+        for (slot, request, epoch), row in zip(decode, result.tolist(), strict=True):
+            if request.done or request.epoch != epoch or not row[ALIVE]:
+                continue
+            accepted, kept = row[ACCEPTED], row[KEPT]
+            _count(request, accepted, kept, row[DRAFT_DEPTH], row[CHILD_AT_END])
+            request.output_ids.extend(row[RESULT_COLUMNS : RESULT_COLUMNS + kept])
+            request.provenance.extend(i + 1 if i < accepted else 0 for i in range(kept))
+            self._committed[slot] += accepted + 1
+            if self._settle(request, kept, row[FINISH]):
+                done.append(request)
+        return done
+
+    def _settle(self, request: Request, new_tokens: int, finish: int) -> bool:
+        """Apply host-side endings (stop strings, long stop lists), then the device's; release the row when it ended."""
+        cut = self.text.stop_at(request, new_tokens) if request.sampling.stop else None
+        stop_ids = self.stop_ids(request)
+        if len(stop_ids) > 16:
+            cut = self._long_stop_list(request, new_tokens, stop_ids, cut)
+        if cut is not None:
+            n, request.stop_reason = cut
+            request.counts.trimmed += len(request.output_ids) - n
+            del request.output_ids[n:], request.provenance[n:]
+            request.finish_reason = "stop"
+        elif finish == NON_FINITE:
+            fail(request, "NonFiniteError", f"the target's logits at output position {len(request.output_ids)} are not finite")
+        elif finish:
+            request.finish_reason = FINISH_NAMES[finish]
+            if finish == STOP:
+                request.stop_reason = request.output_ids[-1]
+        if not request.done:
+            return False
+        request.status = "finished"
+        self.running.remove(request)
+        self._release(request)
+        return True
+
+    @staticmethod
+    def _long_stop_list(request: Request, new_tokens: int, stop_ids: tuple[int, ...], cut: tuple[int, str] | None) -> tuple[int, str | int] | None:
+        first = max(len(request.output_ids) - new_tokens, request.sampling.min_tokens - 1, 0)
+        for n in range(first, len(request.output_ids)):
+            if request.output_ids[n] in stop_ids and (cut is None or n + 1 <= cut[0]):
+                return n + 1, request.output_ids[n]
+        return cut
+
+    def abort(self, request: Request) -> None:
+        """Drop a request wherever it is; steps in flight for it are ignored at retire."""
+        if request.done:
+            return
+        if request.status == "waiting":
+            self.waiting.remove(request)
+        else:
+            (self.prefilling if request.status == "prefill" else self.running).remove(request)
+            self._release(request)
+        request.status, request.finish_reason, request.epoch = "finished", "error", request.epoch + 1
+        request.error = {"type": "Aborted", "message": "the request was aborted"}
+
+
+def fail(request: Request, kind: str, message: str) -> None:
+    """End a request with an error row."""
+    request.status, request.finish_reason = "finished", "error"
+    request.error = {"type": kind, "message": message}
+
+
+def _count(request: Request, accepted: int, kept: int, draft_depth: int, child_at_end: int) -> None:
+    """Add one step to a row's raw integers (docs/metrics.md); depths are 1-based, lists 0-based."""
+    counts = request.counts
+    if draft_depth:
+        counts.verify_steps += 1
+        grow = draft_depth - len(counts.proposed)
+        if grow > 0:
+            for column in (counts.proposed, counts.reached, counts.accepted):
+                column.extend([0] * grow)
+        for depth in range(draft_depth):
+            counts.proposed[depth] += 1
+        for depth in range(accepted):
+            counts.reached[depth] += 1
+            counts.accepted[depth] += 1
+        if child_at_end:
+            counts.reached[accepted] += 1
+    else:
+        counts.steps_without_draft += 1
+    counts.committed += accepted + 1
+    counts.trimmed += accepted + 1 - kept

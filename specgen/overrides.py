@@ -1,0 +1,309 @@
+"""The command line's overrides, read before Hydra composes anything: keys checked, text kept as typed, refusals worded for the person who typed.
+
+Boundary: uses Hydra's override grammar (to know what Hydra would read) and nothing else of Hydra; knows nothing of composition, folders or models.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specgen.config import GROUPS
+from specgen.errors import ConfigError
+from specgen.schema import KEYS, SECTIONS, SELECTORS, SETTABLE, dict_key_of, is_list, is_text, shown
+from specgen.suggest import closest, unknown_key
+
+TEXT_LISTS = frozenset(key for key in KEYS if is_list(key) and "str" in str(KEYS[key]))
+HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.chdir", "hydra.verbose", "hydra.mode", "hydra.searchpath")
+HYDRA_PREFIXES = ("hydra.sweeper.params.", "hydra.job.env_set.")
+FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir")  # both mean output.dir
+NULL_HINTS = {"draft": "draft=none", "task": "task=none", "model": "model=embedded", "data": "data=embedded"}
+
+
+@dataclass(frozen=True)
+class Override:
+    """One ``key=value`` as typed. ``elements`` are the values a comma separates: one for a plain setting, more for a sweep, each as Hydra may read it."""
+
+    key: str
+    value: str
+    elements: tuple[str, ...] = ()
+
+    @property
+    def swept(self) -> bool:
+        """Whether the setting makes more than one job."""
+        return len(self.elements) != 1
+
+    @property
+    def text(self) -> str:
+        """The override to hand to Hydra, its text values quoted where Hydra would have read something else."""
+        plus = "++" if dict_key_of(self.key) else "+" if self.key == "experiment" else ""
+        return f"{plus}{self.key}={','.join(self.elements) if self.elements else self.value}"
+
+
+def parse(arguments: Sequence[str], options: Callable[[str], Iterable[str]] | None = None) -> list[Override]:
+    """Check and normalise the command line's overrides. ``options(group)`` lists a group's names (default: those specgen ships).
+
+    Raises ConfigError for a stray argument, an unknown key, an empty value, text that Hydra's grammar refuses, and a key given twice.
+    """
+    found: dict[str, Override] = {}
+    for argument in arguments:
+        override = _split(argument)
+        earlier = found.get(override.key)
+        if earlier and earlier.value != override.value:
+            raise ConfigError(f"{override.key} is given twice: {override.key}={earlier.value} and {override.key}={override.value}; keep one")
+        found[override.key] = _normalised(override, options or shipped_options)
+    return list(found.values())
+
+
+def shipped_options(group: str) -> tuple[str, ...]:
+    """The names specgen ships for a group."""
+    return GROUPS[group][1] if group in GROUPS else ()
+
+
+def _split(argument: str) -> Override:
+    match = re.fullmatch(r"(~|\+{0,2})([^=]*?)(=.*)?", argument, re.DOTALL)
+    assert match is not None
+    prefix, key, value = match[1], match[2].strip(), match[3]
+    if prefix == "~":
+        hint = f"set {NULL_HINTS[key]}" if key in NULL_HINTS else "set it to the value you want"
+        raise ConfigError(f"{argument}: a key cannot be removed; {hint}")
+    if value is None:
+        raise ConfigError(f"stray argument {argument!r}: settings are key=value, without blanks around the =")
+    if key in FOLDER_KEYS:
+        key = "output.dir"
+    _check_key(key)
+    value = value[1:].strip(" \t")
+    if value in ("", "''", '""'):
+        raise ConfigError(f"{key}= has no value; write it right after the =, without a blank")
+    return Override(key, value)
+
+
+def _check_key(key: str) -> None:
+    if key in SELECTORS:
+        raise ConfigError(f"{key} is set by choosing the group: {SELECTORS[key]}=NAME")
+    if key in SETTABLE or key == "experiment" or dict_key_of(key) or key in HYDRA_KEYS or key.startswith(HYDRA_PREFIXES):
+        return
+    if key in SECTIONS:
+        raise ConfigError(f"{key} is a section, not a key; set its keys one by one: {key}.NAME=value")
+    if key.startswith("hydra"):
+        raise ConfigError(f"{key} cannot be set: specgen runs its jobs in one process and names its folders itself; of Hydra take {', '.join(HYDRA_KEYS)}")
+    raise ConfigError(unknown_key(key, SETTABLE))
+
+
+def _normalised(override: Override, options: Callable[[str], Iterable[str]]) -> Override:
+    key, value = override.key, override.value
+    parsed = read_value(key, value)
+    if key in GROUPS or key == "experiment":
+        elements = split_elements(value)
+        for element in elements:
+            _check_option(key, _unquoted(key, element), list(options(key)))
+        return replace(override, elements=tuple(elements))
+    if is_text(key) or key in TEXT_LISTS:
+        elements = split_elements(_choices_inside(key, value, parsed))
+        keep = _text_list if key in TEXT_LISTS else _text
+        return replace(override, elements=tuple(keep(key, element) for element in elements))
+    return replace(override, elements=() if _is_sweep(parsed) else (value,))
+
+
+def _choices_inside(key: str, value: str, parsed: Any) -> str:
+    if _is_sweep(parsed):
+        if match := re.fullmatch(r"choice\s*\((.*)\)", value, re.DOTALL):
+            return match[1]
+        if not getattr(parsed, "simple_form", False):
+            raise ConfigError(f"{key}={value}: text is swept by a list of values, {key}=A,B")
+    return value
+
+
+def _is_sweep(parsed: Any) -> bool:
+    from hydra.core.override_parser.types import Sweep
+
+    return isinstance(parsed, Sweep)
+
+
+def read_value(key: str, value: str) -> Any:
+    """What Hydra's grammar reads in ``value``. Raises ConfigError with the form to paste when it reads nothing."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(f"k={value}")._value
+    except HydraException as error:
+        if is_text(key) or key in TEXT_LISTS or key in GROUPS:
+            raise ConfigError(f"{key}={value} holds characters that need quotes; paste {pasted(key, value)}") from error
+        raise ConfigError(f"{key}={value}: the value cannot be read; text with special characters needs quotes: {pasted(key, value)}") from error
+
+
+def pasted(key: str, value: str) -> str:
+    """The shell word that sets ``key`` to the text ``value``: quoted once for Hydra and once for the shell."""
+    inner = quoted(value)
+    if not re.search(r'["$`\\!]', inner):
+        return f'"{key}={inner}"'
+    double = '"' + value.replace('"', '\\"') + '"'
+    if "'" not in value and not value.endswith("\\"):
+        return f"'{key}={double}'"
+    return shlex.quote(f"{key}={inner}")
+
+
+def quoted(text: str) -> str:
+    """``text`` as a quoted value of Hydra's grammar."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+
+def split_elements(value: str) -> list[str]:
+    """Split at the commas that stand outside quotes, brackets and escapes."""
+    parts, depth, quote, start, i = [], 0, "", 0, 0
+    while i < len(value):
+        char = value[i]
+        if char == "\\":
+            i += 1
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(value[start:i])
+            start = i + 1
+        i += 1
+    return [part.strip(" \t") for part in (*parts, value[start:])]
+
+
+def _text(key: str, element: str) -> str:
+    """One text element in a form that Hydra reads as exactly what was typed."""
+    from hydra.core.override_parser.types import QuotedString
+
+    parsed = read_value(key, element)
+    if isinstance(parsed, (list, dict)) or type(parsed).__name__ == "Sweep":
+        raise ConfigError(f"{key}={element}: takes one text; if that is the text, paste {pasted(key, element)}")
+    if (isinstance(parsed, QuotedString) and not parsed.text.strip()) or (isinstance(parsed, str) and not parsed.strip()):
+        raise ConfigError(f"{key}={element} has no value; give one, or null")
+    if isinstance(parsed, (str, QuotedString)) or element == "null":
+        return element
+    return quoted(element)
+
+
+def _text_list(key: str, element: str) -> str:
+    """A list of texts, or one bare text; quoted so that backslashes reach ``unescaped`` as they were typed."""
+    if element == "null":
+        return element
+    if not (element.startswith("[") and element.endswith("]")):
+        return _raw_quoted(key, element)
+    inner = element[1:-1].strip()
+    items = split_elements(inner) if inner else []
+    return "[" + ",".join(_raw_quoted(key, item) for item in items) + "]"
+
+
+def _raw_quoted(key: str, element: str) -> str:
+    from hydra.core.override_parser.types import QuotedString
+
+    parsed = read_value(key, element)
+    text = parsed.text if isinstance(parsed, QuotedString) else element
+    if text == "":
+        raise ConfigError(f"{key}={element}: holds an empty text")
+    if isinstance(parsed, (list, dict)):
+        raise ConfigError(f"{key}={element}: a list of texts holds texts only; if that is the text, quote it: {quoted(element)}")
+    return quoted(text)
+
+
+def unescaped(key: str, text: str) -> str:
+    r"""Resolve the escapes \n \t \\ \uXXXX of a text typed on the command line; Hydra's own \, \= \( ... stand for the character."""
+
+    def one(match: re.Match[str]) -> str:
+        code = match[1]
+        if code[0] == "u":
+            if len(code) != 5:
+                raise ConfigError(f"{key}: {match[0]} in {text!r} is not a character; write \\u and four hexadecimal digits, or \\\\u for the text")
+            return chr(int(code[1:], 16))
+        return {"n": "\n", "t": "\t"}.get(code, code if code in "\\()[]{}:=, " else match[0])
+
+    found = re.sub(r"\\(u[0-9A-Fa-f]{4}|.)", one, text, flags=re.DOTALL)
+    try:  # a pair of surrogates is one character
+        return found.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{key}: {text!r} holds half a surrogate pair; write both halves") from error
+
+
+def unescape_composed(mapping: dict[str, Any], overrides: Iterable[str]) -> None:
+    """In place: resolve the escapes of the text lists that ``overrides`` set on the command line (values from files are left alone)."""
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
+    for key in TEXT_LISTS & given:
+        section, _, name = key.partition(".")
+        value = mapping[section][name]
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list):
+            mapping[section][name] = [unescaped(key, item) if isinstance(item, str) else item for item in items]
+
+
+def _unquoted(key: str, element: str) -> str:
+    parsed = read_value(key, element)
+    return str(getattr(parsed, "text", None) or element)
+
+
+def _check_option(group: str, name: str, options: list[str]) -> None:
+    if name in options:
+        return
+    if name == "null" and group in NULL_HINTS:
+        raise ConfigError(f"{group}=null: to have none, say {NULL_HINTS[group]}" if group != "model" else "model=null: a model is needed; say model=embedded")
+    if group in GROUPS and _looks_like_path(name):
+        raise ConfigError(f"{group}={name}: {group} is a name, not a path; use {_path_form(group, name)}")
+    near = closest(name, options)
+    listed = ", ".join(options) or "none there"
+    raise ConfigError(f"{group}={name}: no such choice; " + (f"did you mean {group}={near}? " if near else "") + f"({listed})")
+
+
+def _looks_like_path(name: str) -> bool:
+    return any(c in name for c in "/\\@") or name.startswith((".", "~")) or Path(name).exists() or Path(name).suffix in _SUFFIXES
+
+
+_SUFFIXES: Mapping[str, str] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+def data_source_for(path: str) -> str:
+    """The data group's name that reads ``path``, by its suffix."""
+    suffixes = [s for s in Path(path).suffixes if s in _SUFFIXES]
+    return _SUFFIXES[suffixes[-1]] if suffixes else "jsonl" if Path(path).exists() else "hub"
+
+
+def _path_form(group: str, path: str) -> str:
+    if group == "model":
+        name, at, revision = path.partition("@")
+        return f"model=hf model.path={name} model.revision={revision}" if at and revision and not Path(path).exists() else f"model=hf model.path={path}"
+    if group == "draft":
+        words = path.lower().replace("-", "").replace("_", "")
+        method = next((m for m in ("eagle3", "eagle", "dflash") if m in words), "draft_model")
+        return f"draft={method} draft.path={path}"
+    if group == "data":
+        return f"data={data_source_for(path)} data.path={path}"
+    return f"task=NAME task.path={path}, NAME being one of {', '.join(GROUPS['task'][1][1:])}"
+
+
+def plain_value(override: Override) -> Any:
+    """The Python value of a setting that is not a sweep, its interpolations left as text (for ``resume``, which does not compose)."""
+    if override.swept:
+        raise ConfigError(f"{override.key}={override.value}: one value is needed here")
+    from hydra.core.override_parser.types import QuotedString
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, QuotedString):
+            return value.text
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        if isinstance(value, dict):
+            return {plain(name): plain(item) for name, item in value.items()}
+        return value
+
+    value = plain(read_value(override.key, override.elements[0]))
+    if isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{override.key}={shown(value)}: write the value itself here")
+    if override.key in TEXT_LISTS and value is not None:
+        return [unescaped(override.key, item) for item in ([value] if isinstance(value, str) else value)]
+    return value

@@ -1,0 +1,159 @@
+"""Joins the shards of a job into one run folder whose rows and statistics are those of the whole.
+
+Boundary: reads finished run folders and writes a new one. Generates and scores nothing; times of separate runs are kept apart, not added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specgen.errors import ConfigError, DataError
+from specgen.report import parquet
+from specgen.report.disk import FolderLock, read_json, storage_error, write_json
+from specgen.report.environment import ENVIRONMENT_NAME, differences
+from specgen.report.resume import ROWS_NAME, Key, holds_results, read_lines, rows_format
+from specgen.report.stats import build_stats, load_rows, load_stats, write_stats
+
+_PART_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was joined: output rows, the merged statistics, and the shards i of i/N that were not among the folders."""
+
+    rows: int
+    stats: dict[str, Any]
+    missing_shards: list[str]
+
+
+def merge_runs(dirs: Sequence[Path], out: Path) -> Merged:
+    """Join finished runs of one configuration (``data.shard`` and keys that do not decide the rows apart) into ``out``, rows by (index, sample).
+
+    Timings (``throughput``, ``step``, ``baseline``) and ``score`` are null in the merged stats: they belong to the single runs, whose starts are
+    listed under ``attempts`` with their folder. Raises ConfigError for runs of different configurations, DataError for a row that two runs
+    hold, a run that has not ended, or an ``out`` that holds results; ``out`` is then left as it was.
+    """
+    if len(dirs) < 2:
+        raise ConfigError("merge= needs at least two run folders, separated by commas")
+    stats = [load_stats(folder) for folder in dirs]
+    records = [read_json(folder / ENVIRONMENT_NAME, "only a whole run folder can be merged") for folder in dirs]
+    _check_configurations(dirs, records)
+    form = _common_format(dirs)
+    if holds_results(out):
+        raise DataError(f"{out} already holds the results of a run; choose another output.dir")
+    order = _order(dirs, form)
+    with FolderLock(out):
+        try:
+            (_write_parts if form == "parquet" else _write_lines)(dirs, order, out)
+        except OSError as error:
+            raise storage_error(out, error, "the merge is incomplete: remove the folder and merge again") from error
+        config = records[0].get("config") or {}
+        write_json(out / ENVIRONMENT_NAME, {**records[0], "config": _without_shard(config), "merged": [str(folder) for folder in dirs]})
+        merged = build_stats(load_rows(out), _run_info(dirs, stats))
+        write_stats(out, merged)
+    return Merged(len(order), merged, _missing_shards(records))
+
+
+def _check_configurations(dirs: Sequence[Path], records: Sequence[dict[str, Any]]) -> None:
+    for folder, record in zip(dirs[1:], records[1:], strict=True):
+        if "config" in record and "config" in records[0]:
+            changed = differences(records[0]["config"], record["config"])
+            if changed:
+                raise ConfigError(f"{dirs[0]} and {folder} are not shards of one job: {'; '.join(changed)}")
+        for name in ("config_hash", "fingerprints"):
+            if record.get(name) != records[0].get(name):
+                raise ConfigError(f"{dirs[0]} and {folder} are not shards of one job: their {name} in {ENVIRONMENT_NAME} differ")
+
+
+def _common_format(dirs: Sequence[Path]) -> str:
+    forms = {folder: rows_format(folder) for folder in dirs}
+    held = {form for form in forms.values() if form is not None}
+    if len(held) > 1:
+        raise DataError(f"the runs differ in format: {', '.join(f'{folder} {form}' for folder, form in forms.items())}; merge runs of one format")
+    return held.pop() if held else "jsonl"
+
+
+# A row's place: (index, sample, run, file, offset). For JSON lines file is 0 and offset the line's first byte; for Parquet the part and its row.
+Place = tuple[int, int, int, int, int]
+
+
+def _order(dirs: Sequence[Path], form: str) -> list[Place]:
+    """Every row's place, sorted by (index, sample). Raises DataError for a key that comes up twice."""
+    places: list[Place] = []
+    for run, folder in enumerate(dirs):
+        if form == "parquet":
+            for file, path in enumerate(parquet.parts(folder)):
+                places += [(row["index"], row["sample"], run, file, i) for i, row in enumerate(parquet.read_part(path))]
+            continue
+        offset = 0
+        for _, line, row in read_lines(folder / ROWS_NAME) if (folder / ROWS_NAME).exists() else ():
+            places.append((row["index"], row["sample"], run, 0, offset))
+            offset += len(line)
+    places.sort()
+    last: tuple[Key, int] | None = None
+    for index, sample, run, _, _ in places:
+        if last is not None and last[0] == (index, sample):
+            both = f"{dirs[last[1]]} and {dirs[run]}"
+            raise DataError(f"row (index {index}, sample {sample}) stands in {both}; merge shards that do not overlap")
+        last = ((index, sample), run)
+    return places
+
+
+def _write_lines(dirs: Sequence[Path], order: Sequence[Place], out: Path) -> None:
+    temporary = out / f".{ROWS_NAME}.tmp"
+    files = [open(folder / ROWS_NAME, "rb") if (folder / ROWS_NAME).exists() else None for folder in dirs]  # noqa: SIM115
+    try:
+        with open(temporary, "wb") as target:
+            for _, _, run, _, offset in order:
+                file = files[run]
+                assert file is not None
+                file.seek(offset)
+                target.write(file.readline().rstrip(b"\n") + b"\n")
+            target.flush()
+        temporary.rename(out / ROWS_NAME)
+    finally:
+        for file in files:
+            if file is not None:
+                file.close()
+
+
+def _write_parts(dirs: Sequence[Path], order: Sequence[Place], out: Path) -> None:
+    held = {(run, file): list(parquet.read_part(path)) for run, folder in enumerate(dirs) for file, path in enumerate(parquet.parts(folder))}
+    (out / parquet.PARTS_NAME).mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(order), _PART_ROWS)):
+        rows = [held[run, file][i] for _, _, run, file, i in order[start : start + _PART_ROWS]]
+        parquet.write_part(out / parquet.PARTS_NAME / f"part-{number:05d}.parquet", rows)
+
+
+def _run_info(dirs: Sequence[Path], stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    shared = {name: stats[0].get(name) for name in ("model", "draft", "sampling", "chat", "environment")}
+    attempts = [{"run": str(folder), **entry} for folder, one in zip(dirs, stats, strict=True) for entry in one.get("attempts") or []]
+    return {**shared, "attempts": attempts, "lossless": _lossless([one["lossless"] for one in stats if one.get("lossless")])}
+
+
+def _lossless(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    if not checks:
+        return None
+    gaps = [check["worst_gap"] for check in checks if check.get("worst_gap") is not None]
+    counts = {name: sum(check[name] for check in checks) for name in ("checked", "equal", "near_tie", "different")}
+    return {**counts, "worst_gap": max(gaps, default=None)}
+
+
+def _without_shard(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "data": {**config["data"], "shard": None}} if isinstance(config.get("data"), dict) else config
+
+
+def _missing_shards(records: Sequence[dict[str, Any]]) -> list[str]:
+    """``i/N`` of every shard that is not there, when all runs are shards of the same N."""
+    shards = [((record.get("config") or {}).get("data") or {}).get("shard") for record in records]
+    if not all(shards):
+        return []
+    pairs = [tuple(int(part) for part in shard.split("/")) for shard in shards]
+    counts = {count for _, count in pairs}
+    if len(counts) != 1:
+        return []
+    count = counts.pop()
+    return [f"{i}/{count}" for i in range(count) if (i, count) not in pairs]
