@@ -230,13 +230,14 @@ def _attention_kernel(
                 m, t, a = _merge_parts(part_acc, part_top, part_total, group, lane, dv, BM, DVP, SPLITS)
                 if HAS_SINKS:
                     t, a = _with_sink(m, t, a, sinks, head, ok)
-                a = tl.where((alive & (t > 0))[:, None], a / t[:, None], tl.where((t == t)[:, None], 0.0, t[:, None]))
+                dead = tl.where((t == t)[:, None], 0.0, t[:, None])
+                a = tl.where((alive & (t > 0))[:, None], a / tl.where(t > 0, t, 1.0)[:, None], dead)
                 tl.store(out + out_rows[:, None] + dv[None, :], a.to(out.dtype.element_ty), mask=out_mask)
     else:
         if HAS_SINKS:
             total, acc = _with_sink(top, total, acc, sinks, head, ok)
         dead = tl.where((total == total)[:, None], 0.0, total[:, None])
-        acc = tl.where((alive & (total > 0))[:, None], acc / total[:, None], dead)
+        acc = tl.where((alive & (total > 0))[:, None], acc / tl.where(total > 0, total, 1.0)[:, None], dead)
         tl.store(out + out_rows[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=out_mask)
 
 
@@ -258,6 +259,18 @@ def _merge_parts(part_acc, part_top, part_total, group, lane, dv, BM: tl.constex
 
 
 @triton.jit
+def _slots(n, hi, committed, table, path_row, PAGE: tl.constexpr, FIXED: tl.constexpr, PATH_LEN: tl.constexpr):
+    """Pool slot [BN] int32 of keys n of one row (beyond ``hi``: scratch). In fixed mode a window key is the query's own ancestor at that position."""
+    valid = n < hi
+    index = n
+    if FIXED > 0 and PATH_LEN > 0:
+        own = tl.load(path_row + tl.maximum(n - committed, 0), mask=valid & (n >= committed), other=0)
+        index = tl.where(n < committed, n, committed + own)
+    page = tl.load(table + index // PAGE, mask=valid, other=0)
+    return page * PAGE + index % PAGE
+
+
+@triton.jit
 def _walk(
     q_tile, k_base, v_base, table, path_row, lo, hi, committed, query_at, words0, words1, words2, words3, scale, softcap, window,
     k_stride_n, v_stride_n, dk, dv,
@@ -269,19 +282,16 @@ def _walk(
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
     lane = tl.arange(0, BN)
+    # Slots are carried from the tile before: were the table read in the same iteration, the compiler would give it a pipeline stage and a copy group of its
+    # own, and every wait for it would also wait for the K and V in flight.
+    slot = _slots(lo + lane, hi, committed, table, path_row, PAGE, FIXED, PATH_LEN)
     for n0 in range(lo, hi, BN):
         n = n0 + lane
         valid = n < hi
-        index = n
-        if FIXED > 0 and PATH_LEN > 0:
-            own = tl.load(path_row + tl.maximum(n - committed, 0), mask=valid & (n >= committed), other=0)
-            index = tl.where(n < committed, n, committed + own)
-        page = tl.load(table + index // PAGE, mask=valid, other=0)
-        slot = page.to(tl.int64) * PAGE + index % PAGE
         k_mask = valid[:, None] if DK == DKP else valid[:, None] & (dk < DK)[None, :]
         v_mask = valid[:, None] if DV == DVP else valid[:, None] & (dv < DV)[None, :]
-        k = tl.load(k_base[None, :] + (slot * k_stride_n)[:, None], mask=k_mask, other=0.0)
-        v = tl.load(v_base[None, :] + (slot * v_stride_n)[:, None], mask=v_mask, other=0.0)
+        k = tl.load(k_base[None, :] + (slot.to(tl.int64) * k_stride_n)[:, None], mask=k_mask, other=0.0)
+        v = tl.load(v_base[None, :] + (slot.to(tl.int64) * v_stride_n)[:, None], mask=v_mask, other=0.0)
         z = tl.dot(q_tile, tl.trans(k), input_precision=PRECISION) * scale
         if HAS_SOFTCAP:
             z = _soft_cap(z, softcap)
@@ -307,6 +317,7 @@ def _walk(
         acc = acc * keep[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
+        slot = _slots(n + BN, hi, committed, table, path_row, PAGE, FIXED, PATH_LEN)
     return top, total, acc
 
 
@@ -369,7 +380,7 @@ def _merge_kernel(
             total1 += tl.exp2(sink - safe)
         result = tl.sum(parts * weight[:, None], 0)
     dead = tl.where(total1 == total1, 0.0, total1)
-    result = tl.where((total1 > 0) & (top1 > float("-inf")), result / total1, dead)
+    result = tl.where((total1 > 0) & (top1 > float("-inf")), result / tl.where(total1 > 0, total1, 1.0), dead)
     tl.store(out + ((start + token).to(tl.int64) * (HK * G) + head) * DV + dv, result.to(out.dtype.element_ty), mask=(dv < DV) & (token < count))
 
 

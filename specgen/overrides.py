@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from specgen.config import GROUPS
 from specgen.errors import ConfigError
 from specgen.schema import KEYS, SECTIONS, SELECTORS, SETTABLE, dict_key_of, is_list, is_text, shown
 from specgen.suggest import closest, unknown_key
+from specgen.validate import SUFFIXES, data_source_for
 
 TEXT_LISTS = frozenset(key for key in KEYS if is_list(key) and "str" in str(KEYS[key]))
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.chdir", "hydra.verbose", "hydra.mode", "hydra.searchpath")
@@ -182,7 +183,7 @@ def _text(key: str, element: str) -> str:
     from hydra.core.override_parser.types import QuotedString
 
     parsed = read_value(key, element)
-    if isinstance(parsed, (list, dict)) or type(parsed).__name__ == "Sweep":
+    if isinstance(parsed, (list, dict)):
         raise ConfigError(f"{key}={element}: takes one text; if that is the text, paste {pasted(key, element)}")
     if (isinstance(parsed, QuotedString) and not parsed.text.strip()) or (isinstance(parsed, str) and not parsed.strip()):
         raise ConfigError(f"{key}={element} has no value; give one, or null")
@@ -261,16 +262,7 @@ def _check_option(group: str, name: str, options: list[str]) -> None:
 
 
 def _looks_like_path(name: str) -> bool:
-    return any(c in name for c in "/\\@") or name.startswith((".", "~")) or Path(name).exists() or Path(name).suffix in _SUFFIXES
-
-
-_SUFFIXES: Mapping[str, str] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-
-
-def data_source_for(path: str) -> str:
-    """The data group's name that reads ``path``, by its suffix."""
-    suffixes = [s for s in Path(path).suffixes if s in _SUFFIXES]
-    return _SUFFIXES[suffixes[-1]] if suffixes else "jsonl" if Path(path).exists() else "hub"
+    return any(c in name for c in "/\\@") or name.startswith((".", "~")) or Path(name).exists() or Path(name).suffix in SUFFIXES
 
 
 def _path_form(group: str, path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from specgen import checkpoint_files
 from specgen.config import GROUPS, RANGES, Config, DraftConfig, max_draft_tokens, num_draft_tokens
+from specgen.data.files import input_files
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
 from specgen.errors import CheckpointError, ConfigError, SpecgenError
@@ -102,9 +103,8 @@ def _check_paths_given(config: Config, given: frozenset[str]) -> None:
     if model.source == "embedded":
         if model.path is not None:
             raise ConfigError(f"model.path={model.path} is given, but model=embedded brings its own weights; use model=hf model.path={model.path}")
-        for name in ("revision", "max_length"):
-            if name == "revision" and model.revision is not None:
-                raise ConfigError(f"model.revision={model.revision} is given, but model=embedded has none; use model=hf model.path=HUB_ID")
+        if model.revision is not None:
+            raise ConfigError(f"model.revision={model.revision} is given, but model=embedded has none; use model=hf model.path=HUB_ID")
     elif model.path is None:
         raise ConfigError("model=hf needs model.path=FOLDER_OR_HUB_ID")
     if draft.path is not None and draft.method not in NEEDS_PATH:
@@ -113,12 +113,19 @@ def _check_paths_given(config: Config, given: frozenset[str]) -> None:
     if model.source == "hf" and draft.path is None and draft.method in NEEDS_PATH:
         raise ConfigError(f"draft={draft.method} needs weights: give draft.path=FOLDER_OR_HUB_ID, or draft=none for plain decoding")
     if data.path is not None and data.source in ("embedded", "random"):
-        from specgen.overrides import data_source_for
-
         instead = f"data={data_source_for(data.path)} data.path={data.path}"
         raise ConfigError(f"data.path={data.path} is given, but data={data.source} makes its own rows; use {instead}")
     if data.path is None and data.source not in ("embedded", "random"):
         raise ConfigError(f"data={data.source} needs data.path={'DATASET_ID' if data.source == 'hub' else 'FILE'}")
+
+
+SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+def data_source_for(path: str) -> str:
+    """The data group's name that reads ``path``: by suffix, else jsonl for what exists here and hub for what does not."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix in SUFFIXES]
+    return SUFFIXES[suffixes[-1]] if suffixes else "jsonl" if Path(path).exists() else "hub"
 
 
 def _check_draft(draft: DraftConfig) -> None:
@@ -241,8 +248,6 @@ def local_folder(group: str, path: str, revision: str | None) -> Path | None:
 
 
 def _check_input_files(config: Config) -> None:
-    from specgen.data.files import input_files
-
     suffixes = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}
     if config.data.source in suffixes:
         input_files(config.data.path, suffixes[config.data.source], config.data.source)

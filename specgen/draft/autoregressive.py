@@ -126,9 +126,7 @@ class AutoregressiveDrafter(Drafter):
             positions = (base + (depth - 1))[:, None].expand(batch, topk)
             layout = rows.layout(base, topk, slots, positions, path.contiguous())
             states, feed = self.head.forward(grown.tokens.reshape(-1), feed, layout, self.pool)
-            child_tokens, child_logp = ops.draft_topk(
-                self._logits(states, s), topk, s.temperature, s.keys, s.t + depth, self.head.id_map, s.features
-            )
+            child_tokens, child_logp = ops.draft_topk(self._logits(states, s), topk, s.temperature, s.keys, s.t + depth, self.head.id_map, s.features)
             parent = grown.extend(child_tokens.view(batch, topk, topk), child_logp.view(batch, topk, topk))
             index = parent.long()
             kept = self.offsets[None, depth * topk : (depth + 1) * topk, None].expand(batch, topk, 1)
@@ -151,9 +149,7 @@ class AutoregressiveDrafter(Drafter):
         if self.topk == 1:
             tokens = ops.draft_argmax(logits, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features)[:, None]
         else:
-            tokens, scores = ops.draft_topk(
-                logits, self.topk, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features
-            )
+            tokens, scores = ops.draft_topk(logits, self.topk, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features)
             self.scores.index_copy_(0, slots, scores)
         self.tokens.index_copy_(0, slots, tokens)
         if self.feed is not None and feed is not None:

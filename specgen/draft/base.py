@@ -84,8 +84,10 @@ class StepRows:
 class PrefillRows:
     """The packed chunks of one prefill: T tokens, of which F rows end their prompt here.
 
-    ids, next_ids [T] int32: the chunk's tokens and the token after each (at a row's last prompt position the first sampled token or, after a preemption,
-    the known root). layout: packed. hidden: the target's states of the T tokens. row_slots [P] int64: slot of each chunk. final_last [F] int64: index in T of the last token of each final row.
+    ids, next_ids [T] int32: the chunk's tokens and the token after each (at a row's last prompt position the first sampled token or, after a
+    preemption,
+    the known root). layout: packed. hidden: the target's states of the T tokens. row_slots [P] int64: slot of each chunk. final_last [F] int64:
+    index in T of the last token of each final row.
     rows: the F final rows with their length, root and noise position as after the prefill; None when F is 0.
     """
 
@@ -118,7 +120,8 @@ class AcceptedRows:
 class Drafter:
     """Base of all drafters; also the drafter that proposes nothing.
 
-    ``lead``: how far the drafter's committed KV runs ahead of the target's. ``kv_layers``: layers it needs in a pool. ``aux_layers`` and ``prenorm``: the
+    ``lead``: how far the drafter's committed KV runs ahead of the target's. ``kv_layers``: layers it needs in a pool. ``aux_layers`` and
+    ``prenorm``: the
     target states it reads. ``max_steps``: None, or the longest draft it can make.
     """
 

@@ -98,7 +98,8 @@ def check_width(folder: Path, ours: int, target: int) -> None:
 def aux_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """The EAGLE-3 auxiliary layers as "state after i layers".
 
-    Three conventions are in use. speculators writes ``eagle_aux_hidden_state_layer_ids`` at the top level, already in this meaning. SpecForge and ModelOpt write
+    Three conventions are in use. speculators writes ``eagle_aux_hidden_state_layer_ids`` at the top level, already in this meaning. SpecForge and
+    ModelOpt write
     it inside ``eagle_config`` as the index of the layer whose output is taken, one less. Without either, EAGLE's own default: 2, N//2, N-3.
     """
     top = config.get("eagle_aux_hidden_state_layer_ids")

@@ -1,6 +1,7 @@
 """A smaller language model of the same vocabulary as the drafter.
 
-Boundary: wraps a loaded ``Target`` as a head; the draft loop is ``autoregressive.py``. It reads tokens alone, so it sees prompt token 0, and its KV runs one
+Boundary: wraps a loaded ``Target`` as a head; the draft loop is ``autoregressive.py``. It reads tokens alone, so it sees prompt token 0, and its
+KV runs one
 token ahead of the target's.
 """
 

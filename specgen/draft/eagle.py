@@ -2,10 +2,12 @@
 
 Boundary: the network only; the draft loop, the KV and the candidates are ``autoregressive.py``.
 
-EAGLE (Li et al. 2024): the pair (emb(x[t+1]), h[t]), h the target's state after its final norm, joined by ``fc`` and run through one decoder layer that has
+EAGLE (Li et al. 2024): the pair (emb(x[t+1]), h[t]), h the target's state after its final norm, joined by ``fc`` and run through one decoder layer
+that has
 no input norm; the output stands for h[t+1]: the target's own head reads it, un-normed, and it is fed back.
 EAGLE-3 (Li et al. 2025): h[t] is ``fc`` over three of the target's layer states (once; self-fed states skip it); the layer's attention reads
-cat[norm(emb), norm(h)] and its stream starts from the un-normed h; a head over a reduced vocabulary reads norm(out), and out before that norm is fed back.
+cat[norm(emb), norm(h)] and its stream starts from the un-normed h; a head over a reduced vocabulary reads norm(out), and out before that norm is
+fed back.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from specgen.types import Layout
 
 
 def head_config(config: dict[str, Any]) -> LlamaConfig:
-    """A head's configuration as transformers' Llama reads it. A missing ``rope_theta`` is 10000, never the target's: heads are trained with their own."""
+    """A head's configuration as transformers' Llama reads it. A missing ``rope_theta`` is 10000, never the target's: heads are trained with their
+    own."""
     known = dict(config)
     known.setdefault("rms_norm_eps", 1e-6)
     for name in ("architectures", "model_type", "auto_map", "torch_dtype", "dtype"):
@@ -45,7 +48,7 @@ def layer_spec(config: LlamaConfig, **options: Any) -> LayerSpec:
     return LayerSpec(
         hidden_size=config.hidden_size,
         num_heads=heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=config.num_key_value_heads or heads,
         head_dim=head_dim,
         intermediate_size=config.intermediate_size,
         eps=config.rms_norm_eps,
@@ -58,13 +61,11 @@ def layer_spec(config: LlamaConfig, **options: Any) -> LayerSpec:
     )
 
 
-def random_tensors(
-    config: LlamaConfig, target: Target, extra: dict[str, tuple[int, ...]], prefix: str, attn_inputs: int
-) -> dict[str, Tensor]:
+def random_tensors(config: LlamaConfig, target: Target, extra: dict[str, tuple[int, ...]], prefix: str, attn_inputs: int) -> dict[str, Tensor]:
     """Random weights of a head's shape (``draft.load_format=dummy``, for speed measurements): one decoder layer and ``extra`` tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    q_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    q_rows, kv_rows = config.num_attention_heads * head_dim, (config.num_key_value_heads or config.num_attention_heads) * head_dim
     shapes = {
         "self_attn.q_proj.weight": (q_rows, attn_inputs * hidden),
         "self_attn.k_proj.weight": (kv_rows, attn_inputs * hidden),
@@ -213,7 +214,9 @@ class Eagle3Head(LayeredHead):
         self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(self.aux_layers)) if f"fc_norm.{i}.weight" in tensors]
         self.adopt_embedding(tensors)
         if self.own_embed is None and target.embed_weight.shape[1] != config.hidden_size:
-            raise CheckpointError(f"{folder}: no embed_tokens.weight, and the target's is {target.embed_weight.shape[1]} wide, not {config.hidden_size}")
+            raise CheckpointError(
+                f"{folder}: no embed_tokens.weight, and the target's is {target.embed_weight.shape[1]} wide, not {config.hidden_size}"
+            )
         self._read_head(folder, raw, tensors, dummy)
 
     def _read_head(self, folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], dummy: bool) -> None:

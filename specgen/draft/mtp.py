@@ -2,7 +2,8 @@
 
 Boundary: the network only; the draft loop is ``autoregressive.py``.
 
-One module (DeepSeek-V3, section 2.2): eh_proj over cat[enorm(emb(x[t+1])), hnorm(h[t])], a whole decoder layer, then shared_head.norm and the head. DeepSeek and
+One module (DeepSeek-V3, section 2.2): eh_proj over cat[enorm(emb(x[t+1])), hnorm(h[t])], a whole decoder layer, then shared_head.norm and the
+head. DeepSeek and
 GLM pair with the target's state before the final norm and feed the layer's output back before shared_head.norm; MiMo concatenates [hidden, emb] and
 feeds back after its final norm.
 """
@@ -36,12 +37,18 @@ class MtpHead(LayeredHead):
         config = target.config
         count = int(getattr(config, "num_nextn_predict_layers", 0) or 0)
         if count < 1:
-            raise CheckpointError(f"{folder}: config.json has no num_nextn_predict_layers, so the checkpoint carries no MTP module; choose another draft")
+            raise CheckpointError(
+                f"{folder}: config.json has no num_nextn_predict_layers, so the checkpoint carries no MTP module; choose another draft"
+            )
         deepseek, mimo = f"model.layers.{target.num_layers}.", "model.mtp_layers.0."
         tensors = read_tensors(folder, prefix=(deepseek, mimo), device=target.device, dtype=target.dtype)
         self.mimo = f"{mimo}input_proj.weight" in tensors
         prefix = mimo if self.mimo else deepseek
-        names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm") if self.mimo else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        names = (
+            ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+            if self.mimo
+            else ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        )
         need(tensors, [f"{prefix}{name}.weight" for name in names], folder, "mtp")
         try:
             plan = plan_for(config)

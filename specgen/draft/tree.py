@@ -76,12 +76,11 @@ class Growth:
         return build_tree(parent_list, index, tokens, self.topk, len(self.parents), dropped)
 
 
-def organize_draft_results(
-    scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], num_draft_tokens: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def organize_draft_results(scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor], num_draft_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the candidates to verify: (parent_list int64 [B, K(S-1)+1] or of width 0 for S = 1, index int64 [B, D-1] ascending, tokens [B, D-1]).
 
-    scores: per depth [B, K] (or [B, 1, K]), then [B, K, K] or [B, K*K] float32, cumulative. tokens: alike. parents: [B, K+1] = -1 .. K-1, then per depth
+    scores: per depth [B, K] (or [B, 1, K]), then [B, K, K] or [B, K*K] float32, cumulative. tokens: alike. parents: [B, K+1] = -1 .. K-1, then per
+    depth
     [B, K] the candidate numbers of the kept nodes. Ties go to the smaller number. Raises ConfigError when there are fewer candidates than D - 1.
     """
     flat_scores = torch.cat([s.flatten(1) for s in scores], 1)
@@ -143,9 +142,7 @@ class ChainBuffers:
         return self.parents[:batch], self.index[:batch], torch.cat(tokens, 1)
 
 
-def rebuild_topk1_chain_buffers(
-    num_steps: int, max_batch: int, device: torch.device | str, num_draft_tokens: int | None = None
-) -> ChainBuffers:
+def rebuild_topk1_chain_buffers(num_steps: int, max_batch: int, device: torch.device | str, num_draft_tokens: int | None = None) -> ChainBuffers:
     """The chain's constants for this S; called at start and at every change of S (adaptive speculation)."""
     return ChainBuffers(num_steps, max_batch, device, num_draft_tokens)
 

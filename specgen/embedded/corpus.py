@@ -189,7 +189,9 @@ def save_corpus(corpus: Corpus, folder: Path) -> None:
         rows = getattr(corpus, name)
         arrays[name] = np.concatenate([*rows, np.zeros(0, np.int32)]).astype(np.uint16)
         arrays[name + "_lengths"] = np.array([len(r) for r in rows], dtype=np.int32)
-    np.savez_compressed(folder / "tokens.npz", heads=np.array(corpus.heads), held_heads=np.array(corpus.held_heads), sizes=json.dumps(corpus.sizes), **arrays)
+    np.savez_compressed(
+        folder / "tokens.npz", heads=np.array(corpus.heads), held_heads=np.array(corpus.held_heads), sizes=json.dumps(corpus.sizes), **arrays
+    )
 
 
 def load_corpus(folder: Path) -> Corpus:

@@ -57,7 +57,9 @@ def model_matches(drafter: LlamaForCausalLM, tokens: Tensor, temperature: float,
     return torch.stack([F.pad(same[:, k:], (0, k + 1)) for k in range(STEPS)], -1)
 
 
-def block_matches(head: DFlashHead, target: LlamaForCausalLM, tokens: Tensor, states: TargetStates, temperature: float, noise: Tensor | None) -> Tensor:
+def block_matches(
+    head: DFlashHead, target: LlamaForCausalLM, tokens: Tensor, states: TargetStates, temperature: float, noise: Tensor | None
+) -> Tensor:
     """As ``head_matches`` for DFlash: every index is an anchor once, a few at a time."""
     rows, length = tokens.shape
     match = torch.zeros(rows, length, STEPS, dtype=torch.bool, device=tokens.device)
@@ -76,7 +78,7 @@ def block_matches(head: DFlashHead, target: LlamaForCausalLM, tokens: Tensor, st
 
 def lookup_matches(tokens: Tensor, starts: list[int], ends: list[int]) -> Tensor:
     """As ``head_matches`` for prompt lookup: the continuation of the latest earlier occurrence of the last 3, else 2, else 1 tokens."""
-    match = torch.zeros(*tokens.shape, STEPS, dtype=torch.bool)
+    match = [[[False] * STEPS for _ in range(tokens.shape[1])] for _ in range(tokens.shape[0])]
     for b, row in enumerate(tokens.tolist()):
         latest: dict[tuple[int, ...], int] = {}
         for r in range(ends[b]):
@@ -85,12 +87,12 @@ def lookup_matches(tokens: Tensor, starts: list[int], ends: list[int]) -> Tensor
                     at = latest.get(tuple(row[r - n + 1 : r + 1]))
                     if at is not None:
                         for k in range(min(STEPS, r - at)):
-                            match[b, r, k] = r + 1 + k < ends[b] and row[at + 1 + k] == row[r + 1 + k]
+                            match[b][r][k] = r + 1 + k < ends[b] and row[at + 1 + k] == row[r + 1 + k]
                         break
             for n in (1, 2, 3):
                 if r + 1 >= n:
                     latest[tuple(row[r - n + 1 : r + 1])] = r
-    return match
+    return torch.tensor(match)
 
 
 def walk(match: Tensor, starts: list[int], ends: list[int]) -> dict[str, Any]:

@@ -104,11 +104,6 @@ def save_head(head: EagleHead | Eagle3Head | DFlashHead, target: LlamaForCausalL
     write_json(config, folder / "config.json")
 
 
-def load_eagle3_ids(head: Eagle3Head) -> Tensor:
-    """Target ids of the draft vocabulary, on the CPU."""
-    return head.target_ids.cpu()
-
-
 def shape_of(target: LlamaForCausalLM, intermediate: int) -> HeadShape:
     """Head sizes that follow a target."""
     c = target.config

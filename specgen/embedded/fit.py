@@ -202,7 +202,12 @@ def run_fit(module: nn.Module, loss: Callable[[int], Tensor], fit: Fit, device: 
                 result.best, result.best_step = held, step
                 best = {k: v.detach().clone() for k, v in module.state_dict().items()}
             result.curve.append([step, round(training, 4), None if held is None else round(held, 4)])
-            print(f"[{fit.name}] step {step}/{total} loss {training:.4f}" + (f" held-out {held:.4f}" if held is not None else "") + f" {time.time() - start:.0f}s", flush=True)
+            print(
+                f"[{fit.name}] step {step}/{total} loss {training:.4f}"
+                + (f" held-out {held:.4f}" if held is not None else "")
+                + f" {time.time() - start:.0f}s",
+                flush=True,
+            )
     if best is not None:
         module.load_state_dict(best)
     module.eval()
@@ -306,7 +311,9 @@ def head_loss(head: Head, target: LlamaForCausalLM, tokens: Tensor, lengths: Ten
         else:
             mass = torch.ones_like(wanted[..., 0])
         probabilities = wanted.softmax(-1)
-        states.logits, states.pre_norm, states.post_norm, states.aux = (x[:, :-1] for x in (states.logits, states.pre_norm, states.post_norm, states.aux))
+        states.logits, states.pre_norm, states.post_norm, states.aux = (
+            x[:, :-1] for x in (states.logits, states.pre_norm, states.post_norm, states.aux)
+        )
         embedded = target.model.embed_tokens(tokens[:, 1:])
     pair = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     total = torch.zeros((), device=tokens.device)

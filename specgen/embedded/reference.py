@@ -97,4 +97,11 @@ def train_reference(
         entry[1] = losses.get(entry[0])
     final = round(held_out_loss(model.to(device), held, batch), 4)
     best = min([final, *[c[2] for c in curve]])
-    return {"steps": done, "stopped_early": done < steps, "seconds": round(time.time() - start, 1), "held_out_loss": best, "final_loss": final, "curve": curve}
+    return {
+        "steps": done,
+        "stopped_early": done < steps,
+        "seconds": round(time.time() - start, 1),
+        "held_out_loss": best,
+        "final_loss": final,
+        "curve": curve,
+    }

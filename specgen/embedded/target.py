@@ -6,6 +6,7 @@ Boundary: transformers' Llama and whole sequences. Knows nothing of drafters or 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from specgen.embedded.corpus import BOS, END, EOS, PAD
 from specgen.embedded.heads import TargetStates
@@ -21,7 +22,9 @@ from specgen.embedded.heads import TargetStates
 AUX_LAYERS = (1, 3, 5)  # id i is the state after i layers
 
 
-def llama_config(vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, max_length: int = 1024, **extra: Any) -> LlamaConfig:
+def llama_config(
+    vocab: int, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, max_length: int = 1024, **extra: Any
+) -> LlamaConfig:
     """A tied Llama configuration with this family's token ids."""
     return LlamaConfig(
         vocab_size=vocab,
@@ -47,7 +50,9 @@ def target_states(target: LlamaForCausalLM, tokens: Tensor, aux_layers: Sequence
     seen: dict[int, Tensor] = {}
     handles = []
     for i in aux_layers:
-        handles.append(target.model.layers[i - 1].register_forward_hook(lambda _m, _a, out, i=i: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out)))
+        handles.append(
+            target.model.layers[i - 1].register_forward_hook(lambda _m, _a, out, i=i: seen.__setitem__(i, out[0] if isinstance(out, tuple) else out))
+        )
     handles.append(target.model.norm.register_forward_pre_hook(lambda _m, args: seen.__setitem__(-1, args[0])))
     try:
         post = target.model(tokens, use_cache=False).last_hidden_state
@@ -68,14 +73,17 @@ def pick(logits: Tensor, temperature: float, noise: Tensor | None = None) -> Ten
 
 @torch.no_grad()
 def generate_rows(target: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperature: float) -> Tensor:
-    """Continue equally long prompts [B, P] -> [B, P + new_tokens]; what follows an end token is ``PAD``. Half precision on a GPU."""
-    cache: Any = None
+    """Continue equally long prompts [B, P] -> [B, P + new_tokens]; the first half of the rows greedily, the second at ``temperature``.
+
+    What follows an end token is ``PAD``.
+    """
+    keyword = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+    cache, half = DynamicCache(config=target.config), (prompts.shape[0] + 1) // 2
     rows, current = [prompts], prompts
     done = torch.zeros(prompts.shape[0], dtype=torch.bool, device=prompts.device)
     for _ in range(new_tokens):
-        out = target(current, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-        token = torch.where(done, PAD, pick(out.logits[:, -1].float(), temperature))
+        z = target(current, use_cache=True, logits_to_keep=1, **{keyword: cache}).logits[:, -1].float()
+        token = torch.where(done, PAD, torch.cat([pick(z[:half], 0.0), pick(z[half:], temperature)]))
         done = done | (token == EOS) | (token == END)
         rows.append(token[:, None])
         current = token[:, None]
@@ -83,25 +91,28 @@ def generate_rows(target: LlamaForCausalLM, prompts: Tensor, new_tokens: int, te
 
 
 @torch.no_grad()
-def on_policy_rows(target: LlamaForCausalLM, heads: list[np.ndarray], per_batch: int, width: int, lengths: Sequence[int], seed: int) -> list[np.ndarray]:
-    """The target's own text: from the first ``lengths[i]`` tokens of training functions, up to ``width`` tokens in all, at T = 0 and T = 0.8."""
+def on_policy_rows(
+    target: LlamaForCausalLM, heads: list[np.ndarray], per_batch: int, width: int, lengths: Sequence[int], seed: int
+) -> list[np.ndarray]:
+    """The target's own text: from the first ``lengths[i]`` tokens of training functions, up to ``width`` tokens in all, half at T = 0, half at T = 0.8."""
     device = target.device
     model = copy.deepcopy(target).to(torch.bfloat16) if device.type == "cuda" else target
     rng = np.random.default_rng(seed)
     rows: list[np.ndarray] = []
     for length in lengths:
         fitting = [i for i, r in enumerate(heads) if len(r) > length + 4]
-        for temperature in (0.0, 0.8):
-            chosen = rng.choice(fitting, size=min(per_batch, len(fitting)), replace=False)
-            prompts = torch.from_numpy(np.stack([heads[i][:length] for i in chosen]).astype(np.int64)).to(device)
-            text = generate_rows(model, prompts, width - length, temperature).cpu().numpy()
-            ends = np.where((text == PAD).any(1), (text == PAD).argmax(1), width)
-            rows += [row[:n] for row, n in zip(text.astype(np.int32), ends.tolist(), strict=True) if n > length + 1]
+        chosen = rng.choice(fitting, size=min(per_batch, len(fitting)), replace=False)
+        prompts = torch.from_numpy(np.stack([heads[i][:length] for i in chosen]).astype(np.int64)).to(device)
+        text = generate_rows(model, prompts, width - length, 0.8).cpu().numpy()
+        ends = np.where((text == PAD).any(1), (text == PAD).argmax(1), width)
+        rows += [row[:n] for row, n in zip(text.astype(np.int32), ends.tolist(), strict=True) if n > length + 1]
     return rows
 
 
 @torch.no_grad()
-def generate_ragged(target: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int, temperature: float, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+def generate_ragged(
+    target: LlamaForCausalLM, prompts: list[list[int]], new_tokens: int, temperature: float, noise: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Continue prompts of any lengths by whole recomputation: no cache, no padding on the left, so the states are those of a plain forward.
 
     noise [B, L, V] by absolute position, L = longest prompt + new_tokens, or None at T = 0. Returns tokens [B, L] (``PAD`` beyond each row's end) and

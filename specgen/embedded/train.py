@@ -51,7 +51,7 @@ class Sizes:
     budget: int = 49152  # tokens of a drafter's batch
     widths: tuple[int, ...] = (96, 256, 768)
     own_width: int = 256
-    own_per_batch: int = 2560
+    own_per_batch: int = 5120
     own_prompts: tuple[int, ...] = (8, 12, 16, 24, 32, 48)
     target_lr: float = 3e-3
     eval_rows: int = 128
@@ -113,6 +113,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--prepare", action="store_true", help="write the corpus to OUT and stop")
     p.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts for the text figures")
     p.add_argument("--target", type=Path, help="take the trained target (and its tokenizer) from this folder")
+    p.add_argument("--previous-log", type=Path, help="the log of the run that made --target (its curve and number of steps)")
+    p.add_argument("--only-reference", action="store_true", help="with --target: train the stock-trainer reference and nothing else")
     p.add_argument("--minutes", type=float, default=8.5, help="time budget of the whole run; stages take fixed shares of it")
     p.add_argument("--steps", type=int, default=2600, help="most steps of the target; drafters take at most half as many")
     p.add_argument("--dropout", type=float, default=0.1, help="residual dropout of the target")
@@ -156,8 +158,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     held = fit.pack(data.held, sizes.width, args.seed)
     run.log["packed"] = {"rows": len(rows), "width": sizes.width, "filled": round(float((rows.document >= 0).float().mean()), 4)}
     target = make_target(run, data, rows, held)
-    drafters = make_drafters(run, data, target)
-    measure(run, data, target, drafters, held)
+    if not args.only_reference:
+        drafters = make_drafters(run, data, target)
+        measure(run, data, target, drafters, held)
     if not args.skip_reference:
         reference(run, target, rows, held)
     print("RESULT " + json.dumps({k: run.log.get(k) for k in ("evaluation", "bars", "reference", "seconds")}), flush=True)
@@ -170,7 +173,7 @@ def make_target(run: Run, data: text.Corpus, rows: fit.PackedRows, held: fit.Pac
     target = LlamaForCausalLM(llama_config(s.vocab, s.hidden, s.layers, s.heads, s.kv_heads, s.intermediate)).to(run.device)
     result = None
     if run.args.target is None:
-        plan = fit.Fit("target", run.args.steps, run.seconds(0.25), s.target_lr, checks=s.checks)
+        plan = fit.Fit("target", run.args.steps, run.seconds(0.22), s.target_lr, checks=s.checks)
         result = fit.train_target(target, rows, held, s.batch, run.args.dropout, plan, run.args.seed)
         print(f"target passes over the data: {result.steps * s.batch / len(rows):.1f}", flush=True)
     else:
@@ -178,15 +181,14 @@ def make_target(run: Run, data: text.Corpus, rows: fit.PackedRows, held: fit.Pac
         weights = {k: v for k, v in load_file(str(run.args.target / "model.safetensors")).items() if not k.startswith(f"model.layers.{s.layers}.")}
         missing = set(target.load_state_dict(weights, strict=False).missing_keys)
         assert missing == {"lm_head.weight"}, missing
-        log = run.args.target / "target_log.json"
-        run.log["target"] = json.loads(log.read_text()) if log.exists() else {}
+        if run.args.previous_log is not None:
+            run.log["target"] = json.loads(run.args.previous_log.read_text(encoding="utf-8"))["target"]
     round_to_bf16(target)
     target.eval().requires_grad_(False)
     run.model("target", ".", "transformers Llama", target, result)
     run.log.setdefault("target", {})["held_out_loss"] = round(fit.held_out_loss(target, held, s.batch), 4)
     if result is not None:
         run.log["target"]["passes"] = round(result.steps * s.batch / len(rows), 2)
-    export.write_json(run.log["target"], run.family / "target_log.json")
     export.save_llama(target, data.tokenizer, run.family)
     run.save("target")
     return target
@@ -263,7 +265,11 @@ def measure(run: Run, data: text.Corpus, target: LlamaForCausalLM, drafters: dic
     rows = [data.held[i] for i in data.held_heads if len(data.held[i]) > s.eval_prompt + 8]
     heads = [r[: s.eval_prompt].tolist() for r in rows[: s.eval_rows]]
     named = run.args.prompts.exists() and not run.args.tiny
-    prompts = ev.load_prompts(run.args.prompts, data.tokenizer) if named else [r[: s.eval_prompt].tolist() for r in rows[s.eval_rows : s.eval_rows + 32]] or heads
+    prompts = (
+        ev.load_prompts(run.args.prompts, data.tokenizer)
+        if named
+        else [r[: s.eval_prompt].tolist() for r in rows[s.eval_rows : s.eval_rows + 32]] or heads
+    )
     result: dict[str, Any] = {"num_steps": ev.STEPS, "topk": 1, "prompts_are_embedded": named, "held_out_heads": {}, "prompts": {}}
     for temperature in (0.0, 0.8):
         key = f"T{temperature:g}"
@@ -283,7 +289,11 @@ def bars(result: dict[str, Any]) -> dict[str, Any]:
     at = {t: {n: d["mean_length"] for n, d in result["held_out_heads"][t]["drafters"].items()} for t in ("T0", "T0.8")}
     checks: dict[str, Any] = {}
     for name, floor in (("eagle", 2.4), ("eagle3", 2.4), ("mtp", 2.4), ("draft_model", 2.2)):
-        for key, value, least in (("T0", at["T0"][name], floor), ("over_ngram", at["T0"][name] - at["T0"]["ngram"], 0.4), ("T0.8", at["T0.8"][name], 1.7)):
+        for key, value, least in (
+            ("T0", at["T0"][name], floor),
+            ("over_ngram", at["T0"][name] - at["T0"]["ngram"], 0.4),
+            ("T0.8", at["T0.8"][name], 1.7),
+        ):
             checks[f"{name}.{key}"] = [round(value, 4), f">= {least}", value >= least]
     for name, entry in result["random_drafters"]["drafters"].items():
         if name != "ngram":
@@ -305,7 +315,7 @@ def reference(run: Run, target: LlamaForCausalLM, rows: fit.PackedRows, held: fi
         return
     ours = run.log["target"]["held_out_loss"]
     run.log["reference"] = result | {"ours": ours, "ratio": round(ours / result["held_out_loss"], 4)}
-    run.log["bars"]["loss_ratio"] = [run.log["reference"]["ratio"], "<= 1.05", run.log["reference"]["ratio"] <= 1.05]
+    run.log.setdefault("bars", {})["loss_ratio"] = [run.log["reference"]["ratio"], "<= 1.05", run.log["reference"]["ratio"] <= 1.05]
     run.save("reference")
 
 

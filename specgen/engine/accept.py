@@ -1,6 +1,7 @@
 """Acceptance, as pure functions on device tensors: how many drafts stand, what is committed, and where a row ends.
 
-Boundary: no state, no model, no host read. Drafter-invariant acceptance: a draft child is accepted when it equals y, the token the target's own law and
+Boundary: no state, no model, no host read. Drafter-invariant acceptance: a draft child is accepted when it equals y, the token the target's own
+law and
 noise pick at its parent (docs/architecture.md, "Exactness"), so the committed text never depends on the draft.
 """
 
@@ -16,7 +17,8 @@ FINISH_NAMES = (None, "stop", "length", "context", "error")
 def committed_tokens(y: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
     """The tokens a step commits: y at each node of the accepted path; -1 beyond.
 
-    y [B, D] int32; path [B, S+1] int32, root first; accepted [B] int32. Returns [B, S+1] int32. An accepted child's token is y at its parent, so these
+    y [B, D] int32; path [B, S+1] int32, root first; accepted [B] int32. Returns [B, S+1] int32. An accepted child's token is y at its parent, so
+    these
     are the accepted drafts followed by the bonus token.
     """
     tokens = y.gather(1, path.clamp(min=0).long())

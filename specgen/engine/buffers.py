@@ -16,7 +16,8 @@ class CpuGpuBuffer:
     """A pinned CPU tensor, a NumPy view sharing its memory, and a device tensor of the same shape.
 
     ``cpu`` and ``np`` are one memory; ``gpu`` is the device side. On a CPU device all three are one tensor and copies do nothing.
-    After ``copy_to_gpu`` the host must not rewrite the slice until it has landed: ``wait()`` (or ``writable()``) blocks on the event of the last copy.
+    After ``copy_to_gpu`` the host must not rewrite the slice until it has landed: ``wait()`` (or ``writable()``) blocks on the event of the last
+    copy.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:

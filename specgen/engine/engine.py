@@ -1,6 +1,7 @@
 """The engine: one step, launched on the device and retired on the host.
 
-Boundary: joins target, drafter, scheduler and memory; knows nothing of files, datasets or reports. ``launch`` holds tensor work only: no data-dependent
+Boundary: joins target, drafter, scheduler and memory; knows nothing of files, datasets or reports. ``launch`` holds tensor work only: no
+data-dependent
 shape, no host read. ``step`` is the whole story; with ``overlap`` 1 the host retires step t-1 while step t runs.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,13 @@ class InFlight:
 
 @dataclass
 class StepTimes:
-    """Wall seconds of the engine's host loop, for ``stats.json``."""
+    """Wall time of the host loop. ``step_ms``: of each call in which only decode rows were launched and retired; their tokens and seconds beside
+    it."""
 
     steps: int = 0
-    decode_steps: int = 0
+    step_ms: list[float] = field(default_factory=list)
+    decode_tokens: int = 0
     decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
 
 
 class Engine:
@@ -101,7 +103,6 @@ class Engine:
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
         self.times = StepTimes()
-        self.step_ms: list[float] = []
         self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
@@ -123,7 +124,9 @@ class Engine:
             budget = CPU_KV_BYTES
         pages = min(most, budget // per_page)
         if pages < 2:
-            raise CapacityError(f"the KV pool's budget of {max(budget, 0) / 2**30:.2f} GiB holds no page of {per_page} bytes: raise engine.kv_memory_gb")
+            raise CapacityError(
+                f"the KV pool's budget of {max(budget, 0) / 2**30:.2f} GiB holds no page of {per_page} bytes: raise engine.kv_memory_gb"
+            )
         return int(pages)
 
     # -- the public verbs -----------------------------------------------------------------------------------------------------------------
@@ -136,14 +139,20 @@ class Engine:
     def step(self) -> list[Request]:
         """Launch one step and retire the one ``overlap`` before it; returns the requests that ended."""
         done = self.scheduler.take_finished_early()
+        start, before = time.perf_counter(), self.scheduler.decoded_tokens
         batch = self.scheduler.next_batch(self.num_steps)
-        if batch.decode or batch.chunks:
+        launched = bool(batch.decode or batch.chunks)
+        if launched:
             self.in_flight.append(self.launch(batch))
             self.times.steps += 1
-        elif self.in_flight:
-            return done + self.retire(self.in_flight.popleft())
-        if len(self.in_flight) > self.overlap:
-            done += self.retire(self.in_flight.popleft())
+        if self.in_flight and (len(self.in_flight) > self.overlap or not launched):
+            flight = self.in_flight.popleft()
+            done += self.retire(flight)
+            if flight.batch.decode and not flight.batch.chunks and batch.decode and not batch.chunks:
+                seconds = time.perf_counter() - start
+                self.times.step_ms.append(1000 * seconds)
+                self.times.decode_seconds += seconds
+                self.times.decode_tokens += self.scheduler.decoded_tokens - before
         return done
 
     @property
@@ -206,7 +215,7 @@ class Engine:
         """Propose, verify, accept, commit, observe for ``slots`` [B] int64; results go to ``result`` [>= B, 6 + S + 1] int32."""
         rows = self._step_rows(slots, max_len)
         draft = self.drafter.propose(rows, num_steps) if num_steps else None
-        hidden, y, depth = self._verify(rows, draft)
+        hidden, y = self._verify(rows, draft)
         path, accepted, child_at_end, proposed = self._accept(rows, draft, y)
         tokens = committed_tokens(y, path, accepted)
         ints = self.rows.ints.index_select(0, rows.slots)
@@ -222,8 +231,8 @@ class Engine:
             result[:batch, index].copy_(column)
         result[:batch, RESULT_COLUMNS : RESULT_COLUMNS + tokens.shape[1]].copy_(tokens)
 
-    def _verify(self, rows: StepRows, draft: Draft | None) -> tuple[Any, Tensor, Tensor]:
-        """The target over root and drafts: (hidden states of B x D nodes, y [B, D], depth of each node)."""
+    def _verify(self, rows: StepRows, draft: Draft | None) -> tuple[Any, Tensor]:
+        """The target over root and drafts: (hidden states of B x D nodes, y [B, D])."""
         if draft is None:
             tokens, nodes, path = rows.root[:, None], 1, None
             depth = self._depths[:1]
@@ -235,7 +244,7 @@ class Engine:
         layout = rows.layout(rows.length, nodes, slots, rows.length[:, None] + depth, path)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
         logits = self.target.logits(hidden.last)
-        return hidden, draw(logits, rows.sampling, depth), depth
+        return hidden, draw(logits, rows.sampling, depth)
 
     def _accept(self, rows: StepRows, draft: Draft | None, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(path [B, S+1], accepted [B], child_at_end [B], depths with a node [B]), nodes past the context limit counted as absent."""
@@ -245,6 +254,7 @@ class Engine:
         if draft.parents is None:
             path, accepted, child = ops.chain_walk(draft.token_ids, draft.valid, y)
         else:
+            assert draft.path is not None
             path, accepted, child = ops.tree_walk(draft.token_ids, draft.first_child, draft.next_sibling, y, draft.path.shape[2] - 1)
         # A node at depth d stands at position L + d; the highest legal position is max_length - 1.
         room = (self.max_length - 1) - rows.length
@@ -317,9 +327,7 @@ class Engine:
         ints = self.rows.ints.index_select(0, slots)
         fresh = ~staged.discard
         length = staged.final_lengths
-        _, finish = kept_and_finish(
-            sampled, torch.zeros_like(root), fresh, ints[:, 3], ints[:, 4], length - 1, self.max_length, ints[:, 9:]
-        )
+        _, finish = kept_and_finish(sampled, torch.zeros_like(root), fresh, ints[:, 3], ints[:, 4], length - 1, self.max_length, ints[:, 9:])
         output_len = torch.where(fresh, 1, staged.output_lens)
         new = ints.clone()
         new[:, 0] = finish == 0
@@ -352,9 +360,6 @@ class Engine:
         if flight.prefill_result is not None:
             flight.prefill_result.wait()
             done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[: len(flight.finals)])
-        now = time.perf_counter()
-        if flight.batch.decode and not flight.batch.chunks:
-            self.step_ms.append(now)
         return done
 
 

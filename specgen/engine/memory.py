@@ -136,7 +136,7 @@ class PageTable:
 
     def check(self) -> None:
         """Assert the invariants of this module's docstring (tests)."""
-        rows, width = self.table.shape
+        rows = self.table.shape[0]
         held = np.zeros(self.num_pages, np.int64)
         for slot in range(rows):
             pages = self.table[slot, : int(self.allocated[slot]) // self.page_size]

@@ -22,7 +22,8 @@ class DeviceRows:
     """Preallocated per-slot tensors.
 
     ints [R, 9 + 16] int32: alive, length L, root, output_len (output tokens so far, root included), max_output, noise_start (noise position of output
-    token 0 of this turn), top_k, Philox key words, then stop ids (-1 unused). floats [R, 3] float32: temperature, top_p, min_p. Named views share them.
+    token 0 of this turn), top_k, Philox key words, then stop ids (-1 unused). floats [R, 3] float32: temperature, top_p, min_p. Named views share
+    them.
     """
 
     def __init__(self, max_slots: int, device: torch.device) -> None:
@@ -59,4 +60,3 @@ class DeviceRows:
         where = slots.copy_to_gpu(n)
         self.ints.index_copy_(0, where, ints.copy_to_gpu(n))
         self.floats.index_copy_(0, where, floats.copy_to_gpu(n))
-

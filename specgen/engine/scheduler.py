@@ -49,7 +49,8 @@ class Chunk:
 
 @dataclass
 class Batch:
-    """What one step launches. ``decode``: (slot, request, epoch) of each decode row, reused while the rows stay the same. ``slots``: device [n] int64."""
+    """What one step launches. ``decode``: (slot, request, epoch) of each decode row, reused while the rows stay the same. ``slots``: device [n]
+    int64."""
 
     decode: tuple[tuple[int, Request, int], ...] = ()
     slots: torch.Tensor | None = None
@@ -81,6 +82,7 @@ class Scheduler:
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self.decoded_tokens = 0  # tokens kept from decode steps, over the engine's life
         self._finished_early: list[Request] = []
         self._free_slots = list(range(max_batch, 0, -1))
         self._committed = np.zeros(max_batch + 1, np.int64)
@@ -250,13 +252,14 @@ class Scheduler:
             request.output_ids.extend(row[RESULT_COLUMNS : RESULT_COLUMNS + kept])
             request.provenance.extend(i + 1 if i < accepted else 0 for i in range(kept))
             self._committed[slot] += accepted + 1
+            self.decoded_tokens += kept
             if self._settle(request, kept, row[FINISH]):
                 done.append(request)
         return done
 
     def _settle(self, request: Request, new_tokens: int, finish: int) -> bool:
         """Apply host-side endings (stop strings, long stop lists), then the device's; release the row when it ended."""
-        cut = self.text.stop_at(request, new_tokens) if request.sampling.stop else None
+        cut: tuple[int, str | int] | None = self.text.stop_at(request, new_tokens) if request.sampling.stop else None
         stop_ids = self.stop_ids(request)
         if len(stop_ids) > 16:
             cut = self._long_stop_list(request, new_tokens, stop_ids, cut)
@@ -279,7 +282,9 @@ class Scheduler:
         return True
 
     @staticmethod
-    def _long_stop_list(request: Request, new_tokens: int, stop_ids: tuple[int, ...], cut: tuple[int, str] | None) -> tuple[int, str | int] | None:
+    def _long_stop_list(
+        request: Request, new_tokens: int, stop_ids: tuple[int, ...], cut: tuple[int, str | int] | None
+    ) -> tuple[int, str | int] | None:
         first = max(len(request.output_ids) - new_tokens, request.sampling.min_tokens - 1, 0)
         for n in range(first, len(request.output_ids)):
             if request.output_ids[n] in stop_ids and (cut is None or n + 1 <= cut[0]):

@@ -91,11 +91,13 @@ def attend(
 
 @dataclass
 class AttentionContext:
-    """What travels through transformers' forward to the registered function. ``pool`` None: a probe that only records each layer's shapes."""
+    """What travels through transformers' forward to the registered function. ``pool`` None: a probe that only records each layer's
+    shape and whether it was told of a sliding window."""
 
     layout: Layout | None = None
     pool: KvPool | None = None
     seen: dict[int, KvShape] = field(default_factory=dict)
+    windowed: set[int] = field(default_factory=set)
 
 
 def paged_attention(
@@ -125,6 +127,8 @@ def paged_attention(
     k, v = (x[0].transpose(0, 1).contiguous() for x in (key, value))
     if specgen_context.pool is None or specgen_context.layout is None:
         specgen_context.seen[layer] = KvShape(k.shape[1], k.shape[2], v.shape[2])
+        if sliding_window:
+            specgen_context.windowed.add(layer)
         return query.new_zeros(1, query.shape[2], query.shape[1], v.shape[2]), None
     k_pool, v_pool = specgen_context.pool.layer(layer)
     ops.write_kv(k, v, k_pool, v_pool, specgen_context.layout.slots)

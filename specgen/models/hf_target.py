@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specgen.errors import CheckpointError
-from specgen.models.attention import AttentionContext, KvPool
+from specgen.models.attention import ATTENTION_NAME, AttentionContext, KvPool
 from specgen.models.rope import frequencies, rope_parameters
 from specgen.models.target import Hidden, Target
 from specgen.types import Layout
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "embedding_norm", "layer_norm")
+
+TOLERANCE = 0.1  # relative; bfloat16 forwards of deep models differ by 0.01 to 0.03
 
 
 class HfTarget(Target):
@@ -73,7 +75,38 @@ class HfTarget(Target):
             raise CheckpointError(
                 f"{type(self.model).__name__}: layers {absent} keep no key-value cache that can be paged and rolled back; this architecture cannot run here"
             )
+        window = getattr(self.config, "sliding_window", None)
+        if window and window < self.max_length and not context.windowed:
+            raise CheckpointError(
+                f"{type(self.model).__name__} applies its sliding window in a mask only, which a paged cache cannot see: set model.max_length to {window} or less"
+            )
         return tuple(context.seen[index] for index in range(self.num_layers))
+
+    def check(self) -> None:
+        """Compare one packed forward with transformers' own attention. Raises CheckpointError when the architecture does not agree with it.
+
+        A bias, a position scheme or a mask that never reaches the registered function shows here. The median over tokens is judged, so that a
+        mixture-of-experts router that rounds another way for a token or two does not.
+        """
+        chunks = [9, 5]
+        ids = (torch.arange(sum(chunks), device=self.device, dtype=torch.int32) * 37 + 11) % self.vocab_size
+        positions = torch.cat([torch.arange(n, device=self.device, dtype=torch.int32) for n in chunks])
+        table = torch.arange(1, 7, device=self.device, dtype=torch.int32).view(2, 3)
+        slots = torch.cat([table.repeat_interleave(4, 1)[row, :n].long() * 4 + torch.arange(n, device=self.device) % 4 for row, n in enumerate(chunks)])
+        cu_q = torch.tensor([0, 9, 14], device=self.device, dtype=torch.int32)
+        layout = Layout(positions, slots, table, torch.zeros_like(table[:, 0]), 9, 9, cu_q=cu_q)
+        got = self.forward(ids, layout, self.make_pool(7, 4)).last.float()
+        self.model.set_attn_implementation("eager")
+        try:
+            parts = [self.base(input_ids=part[None].long(), use_cache=False).last_hidden_state[0] for part in ids.split(chunks)]
+        finally:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+        want = torch.cat(parts).float()
+        error = float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-6)).median())
+        if not error < TOLERANCE:
+            raise CheckpointError(
+                f"{type(self.model).__name__}: the paged forward differs from transformers' own by {error:.2f} (relative); this architecture cannot run here"
+            )
 
     @property
     def embed_weight(self) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from specgen.config import ModelConfig
-from specgen.errors import CapacityError, CheckpointError, ConfigError
+from specgen.errors import CapacityError, CheckpointError, ConfigError, SpecgenError
 from specgen.models.attention import ATTENTION_NAME
 from specgen.models.fuse import LAYER_TYPES, NotFusable, Plan, plan_for
 from specgen.models.hf_target import HfTarget
@@ -69,26 +69,26 @@ def load_config(cfg: ModelConfig) -> tuple[PretrainedConfig, Path]:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise CheckpointError(f"{path}: the model brings code of its own: set model.trust_remote_code=true if you trust it") from error
         raise CheckpointError(f"{path}: config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
     return config, folder
 
 
 def refuse_unsupported(config: PretrainedConfig, name: str) -> None:
     """Raise CheckpointError, with the reason, for architectures whose state cannot be rolled back or whose input is not text tokens alone."""
-    text = config.get_text_config()
     if config.is_encoder_decoder:
         raise CheckpointError(f"{name}: {config.model_type} is an encoder-decoder; only decoder-only language models can run")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    text = config.get_text_config()
     odd_layers = sorted(set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES))
-    recurrent = [key for key in ("layers_block_type", "attn_layer_indices", "ssm_cfg", "state_size", "mamba_d_state") if getattr(text, key, None)]
-    if getattr(model_class, "_is_stateful", False) or recurrent:
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_is_stateful", False) or getattr(text, "mamba_d_state", None):
         raise CheckpointError(f"{name}: {config.model_type} keeps recurrent state, which cannot be rolled back after a rejected draft")
     if odd_layers:
         raise CheckpointError(
             f"{name}: {config.model_type} has layers of type {', '.join(odd_layers)}, whose state cannot be paged or rolled back; "
             f"only {' and '.join(LAYER_TYPES)} layers can run"
         )
-    if "mrope_section" in json.dumps(config.to_dict(), default=str):
+    if "mrope_section" in rope_parameters(text):
         raise CheckpointError(f"{name}: {config.model_type} uses multi-axis rotary positions (mrope_section); only text-only models can run")
     if text is not config:
         raise CheckpointError(f"{name}: {config.model_type} is multimodal; use a text-only checkpoint of it")
@@ -233,15 +233,21 @@ def load_unfused(
                 torch.manual_seed(DUMMY_SEED)
                 model = AutoModelForCausalLM.from_config(config, **options)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, use_safetensors=None, **options)
-            model = model.to(device)
-    except (ValueError, ImportError, KeyError, AttributeError, RuntimeError, OSError) as error:
-        raise CheckpointError(f"{folder}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
-    if files is not None:
-        wrong = [str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()]
-        extra = sorted(name for name in info["unexpected_keys"] if not known_extra(name, config.num_hidden_layers))
-        report_names(folder, sorted({*info["missing_keys"], *wrong}), extra)
-    return HfTarget(model, device, dtype, max_length, eos_ids, reason)
+            model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
+            wrong = [str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()]
+            extra = sorted(name for name in info["unexpected_keys"] if not known_extra(name, config.num_hidden_layers))
+            report_names(folder, sorted({*info["missing_keys"], *wrong}), extra)
+        target = HfTarget(model.to(device), device, dtype, max_length, eos_ids, reason)
+        target.check()
+        return target
+    except SpecgenError:
+        raise
+    except Exception as error:
+        # Any architecture may come through here, remote code included: what it raises is about the checkpoint, not about us.
+        if ATTENTION_NAME in str(error):
+            raise CheckpointError(f"{folder}: {config.model_type} has its own table of attention functions, so it cannot run on a paged cache") from error
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{folder}: {config.model_type} cannot be loaded or run ({type(error).__name__}: {text})") from error
 
 
 def check_memory(needed: int, device: torch.device, folder: Path) -> None:

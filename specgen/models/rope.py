@@ -49,7 +49,8 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
         params.setdefault("original_max_position_embeddings", read("original_max_position_embeddings") or read("max_position_embeddings"))
     if params["rope_type"] == "longrope":
         # Kept as transformers computes it: the ratio of the two lengths unless the checkpoint names a factor.
-        params.setdefault("factor", read("max_position_embeddings") / params["original_max_position_embeddings"])
+        original = params["original_max_position_embeddings"]
+        params.setdefault("factor", (read("max_position_embeddings") or original) / original)
     return params
 
 

@@ -6,7 +6,6 @@ Boundary: names, shapes and tensors. It knows nothing of models; the target and 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from specgen.errors import CheckpointError
 
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+LAYOUTS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
 FLOAT_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -37,19 +37,35 @@ def local_folder(path: str, revision: str | None = None, weights: bool = True, c
     from huggingface_hub import snapshot_download
 
     try:
-        small = [*SMALL_FILES, *(["*.py"] if code else [])]
-        found = snapshot_download(path, revision=revision, allow_patterns=small)
+        patterns = [*SMALL_FILES, *(["*.py"] if code else [])]
+        found = Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
         if weights:
-            from huggingface_hub import list_repo_files
-
-            offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes")
-            names = [] if offline else list_repo_files(path, revision=revision)
-            pattern = "*.safetensors" if offline or any(name.endswith(".safetensors") for name in names) else "*.bin"
-            found = snapshot_download(path, revision=revision, allow_patterns=[*small, pattern])
+            # The folder of a snapshot is named after its commit: the weights are those of the same commit, whatever is pushed meanwhile.
+            for wanted in weight_files(found):
+                snapshot_download(path, revision=found.name, allow_patterns=wanted)
+                if all((found / name).is_file() for name in wanted):
+                    break
+        return found
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path}: neither a local folder nor a hub repository that can be fetched ({type(error).__name__}: {text})") from error
-    return Path(found)
+
+
+def weight_files(folder: Path) -> list[list[str]]:
+    """Sets of files that may hold the weights, the preferred set first, judged from the index files in ``folder``."""
+    sets: list[list[str]] = []
+    for index, single in LAYOUTS:
+        if (folder / index).is_file():
+            sets.append(sorted(set(_weight_map(folder / index).values())))
+        sets.append([single])
+    return sets
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: not a readable weight index: {error}") from error
 
 
 class TensorFiles:
@@ -60,13 +76,9 @@ class TensorFiles:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        for index, single in (
-            ("model.safetensors.index.json", "model.safetensors"),
-            ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-        ):
+        for index, single in LAYOUTS:
             if (self.folder / index).is_file():
-                weight_map = json.loads((self.folder / index).read_text(encoding="utf-8"))["weight_map"]
-                self.names = {name: self.folder / file for name, file in weight_map.items()}
+                self.names = {name: self.folder / file for name, file in _weight_map(self.folder / index).items()}
                 absent = sorted({path.name for path in self.names.values() if not path.is_file()})
                 if absent:
                     raise CheckpointError(f"{self.folder}: {index} names files that are absent: {', '.join(absent)}")

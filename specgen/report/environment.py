@@ -94,6 +94,11 @@ def config_record(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
+def environment_record(config: Config, fingerprints: dict[str, Any], device: Any = None) -> dict[str, Any]:
+    """The whole of ``environment.json``: the process, the configuration with its hash, and the fingerprints of the checkpoints by role."""
+    return {**environment(device), "config_hash": config_hash(config), "fingerprints": fingerprints, "config": config_record(config)}
+
+
 def config_hash(config: Config | dict[str, Any]) -> str:
     """SHA-256 (hex) of every setting that decides what the rows are; the keys in ``NOT_HASHED`` are left out.
 

@@ -23,19 +23,20 @@ _SHOWN_ROWS, _SHOWN_CHARACTERS = 5, 1200
 STYLE = """
 :root { --bg: #ffffff; --fg: #1b1f24; --dim: #5d6670; --line: #dfe3e8; --card: #f6f8fa; --c0: #2a6fbb; --c1: #d9822b; --c2: #2e8b72; --c3: #a64d79;
   --c4: #7a6bb8; --c5: #8a7a2f; --c6: #4c9fc7; --c7: #b5534a; }
-@media (prefers-color-scheme: dark) { :root { --bg: #14171a; --fg: #e6e9ec; --dim: #9aa4ae; --line: #333a41; --card: #1d2227; --c0: #5b9be0; --c1: #eba159;
-  --c2: #54b89b; --c3: #d07ba4; --c4: #a397dd; --c5: #c0ae58; --c6: #7cc4e6; --c7: #e08379; } }
+@media (prefers-color-scheme: dark) { :root { --bg: #14171a; --fg: #e6e9ec; --dim: #9aa4ae; --line: #333a41; --card: #1d2227; --c0: #5b9be0;
+  --c1: #eba159; --c2: #54b89b; --c3: #d07ba4; --c4: #a397dd; --c5: #c0ae58; --c6: #7cc4e6; --c7: #e08379; } }
 body { background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 24px; max-width: 1000px; }
 h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; } p { margin: 4px 0 10px; } .dim { color: var(--dim); }
 .tiles { display: flex; flex-wrap: wrap; gap: 12px; margin: 18px 0; } .tile { background: var(--card); border-radius: 8px; padding: 10px 16px; }
 .tile b { display: block; font-size: 24px; line-height: 1.25; } .tile span { color: var(--dim); font-size: 13px; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 14px; } .bad { color: var(--c7); font-weight: 600; }
 th, td { padding: 4px 12px; border-bottom: 1px solid var(--line); text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th { color: var(--dim); font-weight: 500; } th.l, td.l { text-align: left; } td.text { white-space: normal; text-align: left; min-width: 200px; }
+th { color: var(--dim); font-weight: 500; } th.l, td.l { text-align: left; }
 svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-serif; } svg text { fill: var(--fg); } svg .tick { fill: var(--dim); }
 svg .value { font-size: 11px; } .grid { stroke: var(--line); } .axis { stroke: var(--dim); } .whisker { stroke: var(--fg); stroke-width: 1.5; }
-pre { background: var(--card); border-radius: 6px; padding: 8px 12px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; margin: 6px 0; }
-details { margin: 8px 0; } summary { cursor: pointer; }
+pre { background: var(--card); border-radius: 6px; padding: 8px 12px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px;
+  margin: 6px 0; }
+a { color: var(--c0); } details { margin: 8px 0; } summary { cursor: pointer; }
 """ + "\n".join(f".c{i} {{ fill: var(--c{i}); }} .s{i} {{ stroke: var(--c{i}); fill: none; stroke-width: 2; }}" for i in range(plots.SERIES))
 
 
@@ -82,7 +83,7 @@ def _head(stats: dict[str, Any]) -> list[str]:
     if stats.get("lossless"):
         check = stats["lossless"]
         tiles.append(
-            (f"{check['equal']} / {check['checked']}", f"replayed rows equal; {check['near_tie']} near-ties, {check['different']} different")
+            (f"{check['equal']} / {check['checked']}", f"replayed rows equal; {check['near_tie']} near-tie, {check['different']} different")
         )
     cells = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in tiles)
     lines = [f"<h1>{escape(draft_name(stats))}</h1>", f'<p class="dim">target {escape(model_name(stats))}</p>', f'<div class="tiles">{cells}</div>']
@@ -131,14 +132,15 @@ def _groups(stats: dict[str, Any]) -> list[str]:
     chart = plots.rows(
         "Acceptance length by group", list(groups), [one["pooled"] for one in lengths], lambda v: f"{v:.2f}", [one["pooled_ci95"] for one in lengths]
     )
-    header = ["group", "requests", "samples", "errors", "output tokens", "acceptance length", "by row", "draft rate", "score"]
+    header = ["group", "requests", "samples", "errors", "output tokens", "acceptance length", "by row", "draft rate"]
+    scored = any("score" in group for group in groups.values())
     body = []
     for (name, group), length in zip(groups.items(), lengths, strict=True):
         counts = [f"{group[key]:,}" for key in ("requests", "samples", "errors", "output_tokens")]
         pooled = f"{number(length['pooled'])}{interval(length['pooled_ci95'])}"
         rate = percent(group["acceptance"]["draft_rate"])
-        body.append([name, *counts, pooled, number(length["macro"]), rate, score_text(group.get("score"))])
-    return ["<h2>Groups</h2>", chart, table(header, body)]
+        body.append([name, *counts, pooled, number(length["macro"]), rate, *([score_text(group.get("score"))] if scored else [])])
+    return ["<h2>Groups</h2>", chart, table([*header, *(["score"] if scored else [])], body)]
 
 
 def _speed(stats: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ Boundary: reads finished run folders and writes a new one. Generates and scores 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,10 @@ def merge_runs(dirs: Sequence[Path], out: Path) -> Merged:
     if holds_results(out):
         raise DataError(f"{out} already holds the results of a run; choose another output.dir")
     order = _order(dirs, form)
+    for run, (folder, one) in enumerate(zip(dirs, stats, strict=True)):
+        rows = sum(place[2] == run for place in order)
+        if rows != one["samples"]:
+            raise DataError(f"{folder} holds {rows} whole rows but its stats.json counts {one['samples']}; finish it with resume={folder} first")
     with FolderLock(out):
         try:
             (_write_parts if form == "parquet" else _write_lines)(dirs, order, out)
@@ -113,6 +118,7 @@ def _write_lines(dirs: Sequence[Path], order: Sequence[Place], out: Path) -> Non
                 file.seek(offset)
                 target.write(file.readline().rstrip(b"\n") + b"\n")
             target.flush()
+            os.fsync(target.fileno())
         temporary.rename(out / ROWS_NAME)
     finally:
         for file in files:
@@ -148,7 +154,7 @@ def _without_shard(config: dict[str, Any]) -> dict[str, Any]:
 
 def _missing_shards(records: Sequence[dict[str, Any]]) -> list[str]:
     """``i/N`` of every shard that is not there, when all runs are shards of the same N."""
-    shards = [((record.get("config") or {}).get("data") or {}).get("shard") for record in records]
+    shards = [str(((record.get("config") or {}).get("data") or {}).get("shard") or "") for record in records]
     if not all(shards):
         return []
     pairs = [tuple(int(part) for part in shard.split("/")) for shard in shards]

@@ -19,11 +19,12 @@ Format = Callable[[float], str]
 
 @dataclass(frozen=True)
 class Series:
-    """A named list of values (bars: one a label; lines: (x, y) points)."""
+    """A named list of values (bars: one a label; lines: (x, y) points). ``colour`` fixes a line's colour; without it the place in the list does."""
 
     name: str
     values: Sequence[Value] = ()
     points: Sequence[tuple[float, float]] = ()
+    colour: int | None = None
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", css: str = "label") -> str:
@@ -147,14 +148,15 @@ def lines(title: str, series: Sequence[Series], form: Format, *, x_axis: str, ze
     body += [_text(at[x], low + 18, f"{x:g}", "middle") for x in xs]
     names = _spread([height(sorted(one.points)[-1][1]) if one.points else low for one in series], 15.0)
     for i, one in enumerate(series):
+        hue = (i if one.colour is None else one.colour) % SERIES
         path = " ".join(f"{at[x]:.1f},{height(y):.1f}" for x, y in sorted(one.points))
-        body.append(f'<polyline points="{path}" class="s{i % SERIES}"/>')
+        body.append(f'<polyline points="{path}" class="s{hue}"/>')
         for x, y in sorted(one.points):
-            dot = f'<circle cx="{at[x]:.1f}" cy="{height(y):.1f}" r="4" class="c{i % SERIES}">'
+            dot = f'<circle cx="{at[x]:.1f}" cy="{height(y):.1f}" r="4" class="c{hue}">'
             body.append(f"{dot}<title>{escape(f'{one.name}, {x_axis} {x:g}: {form(y)}')}</title></circle>")
         if one.points:
             key_y = names[i]
-            body.append(f'<rect x="{right + 10:.1f}" y="{key_y - 5:.1f}" width="10" height="10" rx="2" class="c{i % SERIES}"/>')
+            body.append(f'<rect x="{right + 10:.1f}" y="{key_y - 5:.1f}" width="10" height="10" rx="2" class="c{hue}"/>')
             body.append(_text(right + 25, key_y + 4, one.name))
     body += [_line(left, low, right, low, "axis"), _text((left + right) / 2, low + 36, x_axis, "middle", "tick")]
     return _svg(right + 40 + 7.2 * max(len(one.name) for one in series), max(low + 44, max(names) + 12), title, body)

@@ -113,6 +113,7 @@ def _page(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
     failed = [job for job in jobs if job["exit_code"] not in (0, None)]
     body = [f"<h1>Sweep of {len(jobs)} jobs</h1>"]
     body.append(f'<p class="bad">{len(failed)} did not end with exit code 0.</p>' if failed else '<p class="dim">All ended with exit code 0.</p>')
+    body += [f"<p>{escape(job['folder'] or job['overrides'])}: {escape(job['error'])}</p>" for job in jobs if job["error"]]
     charts: list[tuple[str, str, Callable[[float], str]]] = [
         ("Mean acceptance length", "acceptance_length", lambda v: f"{v:g}" if v == round(v, 1) else f"{v:.2f}"),
         ("Output tokens per second", "output_tokens_per_s", lambda v: f"{v:,.0f}"),
@@ -128,16 +129,20 @@ def _page(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
 def _series(jobs: Sequence[dict[str, Any]], name: str) -> list[plots.Series]:
     """One line a (method, topk); of jobs that share a num_steps the mean. Jobs without a draft stand at num_steps 0."""
     groups: dict[str, dict[float, list[float]]] = {}
+    colours: dict[str, int] = {}
     for job in jobs:
         value, steps = job[name], 0 if job["method"] == "none" else job["num_steps"]
+        label = str(job["method"]) if job["method"] == "none" or job["topk"] is None else f"{job['method']} topk {job['topk']}"
+        if job["method"] is not None:
+            colours.setdefault(label, len(colours))  # a method keeps its colour in every chart, also where it has no value
         if value is not None and steps is not None:
-            label = str(job["method"]) if job["method"] == "none" or job["topk"] is None else f"{job['method']} topk {job['topk']}"
             groups.setdefault(label, {}).setdefault(float(steps), []).append(value)
-    return [plots.Series(label, points=[(x, sum(ys) / len(ys)) for x, ys in places.items()]) for label, places in groups.items()]
+    points = {label: [(x, sum(ys) / len(ys)) for x, ys in places.items()] for label, places in groups.items()}
+    return [plots.Series(label, points=line, colour=colours[label]) for label, line in points.items()]
 
 
 def _table(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
-    header = ["job", "overrides", "method", "topk", "steps", "acceptance length", "tokens/s", "speed-up", "exit code", "error"]
+    header = ["job", "overrides", "method", "topk", "steps", "acceptance length", "tokens/s", "speed-up", "exit code"]
     best = {name: max((job[name] for job in jobs if job[name] is not None), default=None) for name in ("output_tokens_per_s", "speedup")}
 
     def figure(job: dict[str, Any], name: str, digits: int) -> str:
@@ -149,8 +154,8 @@ def _table(folder: Path, jobs: Sequence[dict[str, Any]]) -> str:
         shape = [escape("-" if job[name] is None else str(job[name])) for name in ("method", "topk", "num_steps")]
         speeds = [figure(job, "acceptance_length", 2), figure(job, "output_tokens_per_s", 1), figure(job, "speedup", 2)]
         code = "-" if job["exit_code"] is None else str(job["exit_code"])
-        outcome = [code if code in ("0", "-") else f'<span class="bad">{code}</span>', escape(job["error"] or "")]
-        body.append([_link(folder, job["folder"], i), escape(job["overrides"]), *shape, *speeds, *outcome])
+        outcome = code if code in ("0", "-") else f'<span class="bad">{code}</span>'
+        body.append([_link(folder, job["folder"], i), escape(job["overrides"]), *shape, *speeds, outcome])
     return html_table(header, body, left=2)
 
 

@@ -142,7 +142,8 @@ def _speed(stats: dict[str, Any]) -> list[str]:
         lines.append(("speed-up", f"{number(speedup)}{'x' if speedup is not None else ''} against {plain} tokens/s without a draft, same prompts"))
     if lossless:
         gap = f", worst gap {lossless['worst_gap']:.3g}" if lossless.get("worst_gap") is not None else ""
-        verdict = f"{lossless['equal']} equal, {lossless['near_tie']} near-ties, {lossless['different']} different of {lossless['checked']} replayed"
+        parts = ", ".join(f"{lossless[key]} {name}" for key, name in (("equal", "equal"), ("near_tie", "near-tie"), ("different", "different")))
+        verdict = f"{parts}, of {lossless['checked']} replayed"
         lines.append(("lossless", verdict + gap))
     if stats.get("score") is not None:
         lines.append(("score", shorten(score_text(stats["score"]), 86)))

@@ -1,0 +1,175 @@
+"""Run folders: their names, who may use them, and the ``.hydra`` files and log in them.
+
+Boundary: knows paths and plain data; nothing of Hydra, rows or models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specgen.errors import ConfigError, DataError
+
+RESULTS = ("generations.jsonl", "generations", "stats.json", "attempts.jsonl", ".hydra", "sweep.csv", "multirun.yaml")
+OURS = (".hydra", "specgen.log")  # what a job that was refused after its folder was made leaves behind
+NAME_LENGTH = 100
+
+
+def claim(chosen: str | None, root: str = "outputs") -> tuple[Path, list[Path]]:
+    """The job's (or sweep's) folder, made here, and the folders made for it, outermost first.
+
+    ``chosen`` None makes ``outputs/<date>/<time>-<6 random characters>``, never an existing one. Raises ConfigError for a folder that holds results.
+    """
+    if chosen is not None:
+        folder = Path(chosen).expanduser()
+        refuse_results(folder)
+        return folder, make(folder)
+    now = datetime.now()
+    while True:
+        folder = Path(root) / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{secrets.token_hex(3)}"
+        made = make(folder)
+        if folder in made:
+            return folder, made
+
+
+def refuse_results(folder: Path) -> None:
+    """Raise ConfigError when ``folder`` holds results already, or is no folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output.dir={folder} is a file; choose a folder")
+    held = next((name for name in RESULTS if (folder / name).exists()), None)
+    if held is not None:
+        remedy = "choose another folder" if held in ("sweep.csv", "multirun.yaml") else f"go on with resume={folder}, or choose another folder"
+        raise ConfigError(f"output.dir={folder} holds results already ({held}); {remedy}")
+
+
+def make(folder: Path) -> list[Path]:
+    """Make ``folder`` with its parents and return those that were not there, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = []
+    for path in reversed(missing):
+        try:
+            path.mkdir()
+            made.append(path)
+        except FileExistsError:
+            pass  # another job made it meanwhile
+        except OSError as error:
+            raise ConfigError(f"output.dir={folder} cannot be made: {error.strerror}; choose another folder") from error
+    return made
+
+
+def unmake(folder: Path, made: Sequence[Path]) -> None:
+    """Take back the folder of a job that was refused before it wrote a result."""
+    if any((folder / name).exists() for name in RESULTS if name != ".hydra"):
+        return
+    for name in ("config.yaml", "overrides.yaml", "hydra.yaml"):
+        (folder / ".hydra" / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / ".hydra").rmdir()
+    (folder / "specgen.log").unlink(missing_ok=True)
+    for path in reversed(made):
+        with suppress(OSError):  # not empty: it holds what others wrote
+            path.rmdir()
+
+
+def job_names(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """A sub-folder name for each job of a sweep: its number and what differs, flat, legal on every file system and at most 100 characters."""
+    values = [dict(text.lstrip("+").partition("=")[::2] for text in job) for job in jobs]
+    swept = [key for key in values[0] if len({job.get(key) for job in values}) > 1] if values else []
+    width = len(str(max(len(jobs) - 1, 0)))
+    return [f"{number:0{width}d}-{_slug(job, swept)}" for number, job in enumerate(values)]
+
+
+def _slug(job: Mapping[str, str], swept: Sequence[str]) -> str:
+    if not swept:
+        return "job"
+    text = "_".join(f"{key.rpartition('.')[2] if key.count('.') else key}-{_legal(job[key])}" for key in swept)
+    if len(text) <= NAME_LENGTH - 10:
+        return text
+    digest = hashlib.sha256("\0".join(f"{key}={job[key]}" for key in swept).encode()).hexdigest()[:8]
+    return f"{text[: NAME_LENGTH - 20]}-{digest}"
+
+
+def _legal(value: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9.+-]+", "-", value).strip("-. ") or "x"
+    if len(plain) <= 40:
+        return plain
+    return f"{plain[:12]}--{plain[-20:]}-{hashlib.sha256(value.encode()).hexdigest()[:6]}".rstrip(".")
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML in which text stays text for every reader: anything but a plain word is quoted."""
+
+
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    word = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "nan", "inf")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if word else '"')
+
+
+_Dumper.add_representer(str, _text_node)
+
+
+def dump_yaml(value: Any) -> str:
+    """``value`` as YAML, keys in their own order, texts unmistakable."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequence[str], hydra: str) -> None:
+    """``.hydra/config.yaml`` (effective values), ``overrides.yaml`` and ``hydra.yaml``. Raises ConfigError when another job has the folder."""
+    target = folder / ".hydra"
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError as error:
+        raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
+    (target / "config.yaml").write_text(dump_yaml(dict(config)), encoding="utf-8")
+    (target / "overrides.yaml").write_text(dump_yaml(list(overrides)), encoding="utf-8")
+    (target / "hydra.yaml").write_text(hydra, encoding="utf-8")
+
+
+def read_hydra_files(folder: Path) -> tuple[dict[str, Any], list[str], Path | None]:
+    """A run folder's configuration, overrides and the folder it was started in. Raises DataError when it is no run folder."""
+    if not (folder / ".hydra" / "config.yaml").is_file():
+        if (folder / "multirun.yaml").is_file():
+            raise DataError(f"resume={folder} is a sweep's folder; resume one of the job folders in it")
+        raise DataError(f"resume={folder} is not a run folder: it has no .hydra/config.yaml")
+    try:
+        config = yaml.safe_load((folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
+        overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")) or []
+        hydra = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"resume={folder}: its .hydra files cannot be read ({str(error).splitlines()[0]})") from error
+    started = hydra.get("hydra", {}).get("runtime", {}).get("cwd")
+    return dict(config), [str(text) for text in overrides], Path(started) if started else None
+
+
+@contextmanager
+def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.Logger]:
+    """The ``specgen`` logger on stderr and, with ``folder``, in its ``specgen.log``, for the time of one job."""
+    logger = logging.getLogger("specgen")
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(logging.Formatter("%(message)s"))
+    handlers: list[logging.Handler] = [console]
+    if folder is not None:
+        file = logging.FileHandler(folder / "specgen.log", encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handlers.append(file)
+    level = logger.level
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield logger
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
