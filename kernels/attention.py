@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import pdl_options, pdl_wait, sm_count
+from .launch import COUNTERS, arrival_counters, last_to_arrive, pdl_options, pdl_wait, sm_count
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_TREE_SLOTS = 256  # window slots a path may name: four words of ancestors a query
@@ -222,11 +222,7 @@ def _attention_kernel(
         tl.store(part_acc + place.to(tl.int64)[:, None] * DVP + dv[None, :], acc)
         if FUSED:
             # The program that arrives last merges all parts, in order of position, and leaves the counter at zero for the next launch.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counters + group, 1, sem="acq_rel")
-            tl.debug_barrier()
-            if arrived == SPLITS - 1:
-                tl.store(counters + group, 0)
+            if last_to_arrive(counters + group, SPLITS):
                 m, t, a = _merge_parts(part_acc, part_top, part_total, group, lane, dv, BM, DVP, SPLITS)
                 if HAS_SINKS:
                     t, a = _with_sink(m, t, a, sinks, head, ok)
@@ -403,6 +399,8 @@ def default_config(rows: int, group: int, head_bytes: int, prefill: bool) -> Att
     block_m = max(block_m, triton.next_power_of_2(group))
     block_n = 64 if head_bytes <= 1024 else 32
     stages = max(1, min(3, 160 * 1024 // (block_n * head_bytes)))
+    if block_m == 64:  # two programs a processor rather than a deeper pipeline in one
+        stages = min(stages, 2)
     return AttentionConfig(block_n, block_m, 8 if block_m >= 128 else 4, stages)
 
 
@@ -411,16 +409,6 @@ def choose_splits(programs: int, max_len: int, block_n: int, processors: int) ->
     room = max(1, 2 * processors // max(programs, 1))
     room = min(room, max(1, -(-max_len // block_n)), 16)
     return 1 << (room.bit_length() - 1)
-
-
-_counters: dict[torch.device, Tensor] = {}
-
-
-def _arrival_counters(device: torch.device) -> Tensor:
-    """Zeroed counters of the one-kernel merge, one set a device; each launch leaves them zero, and launches follow each other on one stream."""
-    if device not in _counters:
-        _counters[device] = torch.zeros(1 << 14, dtype=torch.int32, device=device)
-    return _counters[device]
 
 
 def _launch(
@@ -464,12 +452,12 @@ def _launch(
         splits = triton.cdiv(max_len, fixed_split)
     else:
         splits = config.splits or choose_splits(groups, max_len, block_n, sm_count(q.device))
-    fused = config.fused and 1 < splits <= 16 and fixed_split is None and groups <= 1 << 14
+    fused = config.fused and 1 < splits <= 16 and fixed_split is None and groups <= COUNTERS
     part_acc = part_top = part_total = counters = out
     if splits > 1:
         part_acc = torch.empty(groups * splits * block_m, value_pad, dtype=torch.float32, device=q.device)
         part_top, part_total = torch.empty(2, groups * splits * block_m, dtype=torch.float32, device=q.device)
-        counters = _arrival_counters(q.device) if fused else out
+        counters = arrival_counters(q.device) if fused else out
     path_len = 0 if path is None else path.shape[2]
     path_words = 0 if path is None else (1 if q_len * path_len <= 64 else 2 if q_len * path_len <= 128 else 4)
     path = path if path is None else path.contiguous()

@@ -1,7 +1,7 @@
 """The k best draft tokens with their log-probabilities, as two Triton kernels. Definition: ``reference_sampling.draft_topk``.
 
-Boundary: draft logits to tokens. Each program of ``_share`` keeps the k best keys of one tile and its share of the normaliser; ``_merge`` joins a row's
-shares in a fixed order.
+Boundary: draft logits to tokens. Each program of ``_share`` keeps the k best keys of one tile and its share of the normaliser;
+``_merge`` joins a row's shares in a fixed order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, pdl_wait
 from .philox import row_noise
 from .reference_sampling import ALL_FEATURES, SAMPLED
 from .sampling import LOWEST, clean_draft, key_index, key_score, noise_of_tile, order_key
@@ -22,8 +23,23 @@ TILE = 4096
 
 @triton.jit
 def _share(
-    logits, row_stride, temperature, keys, t, ids, best, peaks, sums, width, k, SAMPLED: tl.constexpr, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    row_stride,
+    temperature,
+    keys,
+    t,
+    ids,
+    best,
+    peaks,
+    sums,
+    width,
+    k,
+    SAMPLED: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     start = share * BLOCK
@@ -48,7 +64,21 @@ def _share(
 
 
 @triton.jit
-def _merge(best, peaks, sums, ids, tokens, logp, shares, k, SHARES: tl.constexpr, CANDIDATES: tl.constexpr, HAS_IDS: tl.constexpr):
+def _merge(
+    best,
+    peaks,
+    sums,
+    ids,
+    tokens,
+    logp,
+    shares,
+    k,
+    SHARES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, SHARES)
     peak = tl.load(peaks + row * shares + share, mask=share < shares, other=-3.4028234663852886e38)
@@ -92,7 +122,7 @@ def draft_topk(
     shares = triton.cdiv(width, TILE)
     best = torch.empty(rows, shares, k, dtype=torch.int64, device=device)
     peaks, sums = torch.empty(2, rows, shares, dtype=torch.float32, device=device)
-    flags = {"HAS_IDS": ids is not None}
+    flags = {"HAS_IDS": ids is not None} | pdl_options(device)
     _share[(rows, shares)](
         logits, logits.stride(0), heat, keys.contiguous(), t.contiguous(), ids, best, peaks, sums, width, k,
         SAMPLED=heat is not None, BLOCK=TILE, num_warps=8, **flags,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import reference, reference_sampling, reference_tree
+from . import reference, reference_sampling, reference_step, reference_tree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,6 +58,7 @@ gelu_tanh_mul = door(reference.gelu_tanh_mul, "activation")
 embed = door(reference.embed, "activation")
 argmax_rows = door(reference.argmax_rows, "activation")
 linear = door(reference.linear, "linear")
+linear_silu_mul = door(reference.linear_silu_mul, "linear")
 slots_of = reference.slots_of
 
 gumbel = door(reference_sampling.gumbel, "philox")
@@ -74,3 +75,7 @@ tree_walk = door(reference_tree.tree_walk, "tree")
 chain_walk = door(reference_tree.chain_walk, "tree")
 path_tokens = reference_tree.path_tokens
 next_token_ids_padded = door(reference_tree.next_token_ids_padded, "next_token")
+
+begin_step = door(reference_step.begin_step, "step")
+window = door(reference_step.window, "step")
+finish_step = door(reference_step.finish_step, "step")

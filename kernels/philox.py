@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, pdl_wait
 from .reference_sampling import TARGET
 
 TILE = 1024
@@ -68,7 +69,8 @@ def words_of_ids(token, k0, k1, position, stream):
 
 
 @triton.jit
-def _noise_kernel(keys, t, ids, out, width, stream, HAS_IDS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _noise_kernel(keys, t, ids, out, width, stream, HAS_IDS: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     k0, k1, position = row_noise(keys, t, row)
@@ -91,7 +93,8 @@ def _noise(keys: Tensor, t: Tensor, vocab: int | None, stream: int, ids: Tensor 
     out = torch.empty(rows, width, dtype=torch.int64 if words else torch.float32, device=keys.device)
     if rows and width:
         grid = (rows, triton.cdiv(width, TILE))
-        _noise_kernel[grid](keys.contiguous(), t.to(torch.int32).contiguous(), ids, out, width, stream, HAS_IDS=ids is not None, WORDS=words, BLOCK=TILE)
+        flags = {"HAS_IDS": ids is not None, "WORDS": words, "BLOCK": TILE} | pdl_options(keys.device)
+        _noise_kernel[grid](keys.contiguous(), t.contiguous(), ids, out, width, stream, **flags)
     return out
 
 

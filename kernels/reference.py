@@ -341,6 +341,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return out if residual is None else out + residual
 
 
+def linear_silu_mul(x: Tensor, weight: Tensor, bias: Tensor | None = None, deterministic: bool = False) -> Tensor:
+    """silu_mul(linear(x, weight, bias)): weight [2 I, K] = [gate | up], x [T, K] -> [T, I]."""
+    return silu_mul(linear(x, weight, bias, deterministic=deterministic))
+
+
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of weight [V, H] for ids [T] int32 -> [T, H]. An id outside the vocabulary (-1: no node) gives zeros."""
     known = (ids >= 0) & (ids < weight.shape[0])

@@ -112,7 +112,8 @@ def stable_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 class LawTables:
     """What changes logits before the draw, by slot. Each table has R rows, or one row that serves all; None where no row of the job needs it.
 
-    repetition (1 = off), presence, frequency (0 = off) [R] float32, all three given together with prompt_seen [R, V] bool and output_count [R, V] int32.
+    repetition (1 = off), presence, frequency (0 = off) [R] float32, all given together with prompt_seen [R, V] bool and output_count
+    [R, V] int32.
     bias [R, V] float32: the logit bias, with -inf at banned ids and at ids outside an allowed list.
     min_tokens [R] int32 with stop_ids [R, M] int32 (-1 fills): the ids that may not come before that many tokens.
     """
@@ -163,7 +164,8 @@ def adjust_logits(
     """Steps 1 to 3 of the law f for N nodes: penalties, bias, masks. Returns float32 [N, V]; ``logits`` may be changed in place.
 
     logits [N, V] any float type. slots [N]: the table row of each node. path_tokens [N, P] int32 (-1 fills): the tokens up to and including the node
-    that ``output_count`` does not hold yet. out_len [N] int32: output length at the node, for min_tokens. Ids at or above ``vocab_limit`` become -inf.
+    that ``output_count`` does not hold yet. out_len [N] int32: output length at the node, for min_tokens. Ids at or above ``vocab_limit``
+    become -inf.
     mask_bits [N, ceil(vocab / 32)] int32: a grammar's mask, bit v % 32 of word v // 32 set where v is allowed.
     ids [V]: the target id of each column (a reduced-vocabulary drafter), or None for the identity.
     """
@@ -251,7 +253,9 @@ def gumbel_argmax(
 # -- drafts -----------------------------------------------------------------------------------------------------------------------------------
 
 
-def _draft_scores(logits: Tensor, temperature: Tensor | None, keys: Tensor, t: Tensor, ids: Tensor | None, vocab: int | None, sampled: bool) -> Tensor:
+def _draft_scores(
+    logits: Tensor, temperature: Tensor | None, keys: Tensor, t: Tensor, ids: Tensor | None, vocab: int | None, sampled: bool
+) -> Tensor:
     """z / T + g (z where T = 0), float32; a NaN becomes -inf and +inf the largest float, for a draft only costs acceptance."""
     z = logits.float().nan_to_num(float("-inf"), None, float("-inf"))
     if temperature is None or not sampled:

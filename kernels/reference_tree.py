@@ -2,8 +2,8 @@
 
 Boundary: tensors in, tensors out; knows nothing of drafters, models or requests. No host reads and no data-dependent shapes.
 
-Nodes of a request are numbered 0 (root) .. D-1; -1 means no node. Candidates are numbered as SGLang numbers them: depth 1 takes 0 .. K-1, depth d >= 2
-takes K + K^2 (d-2) + (parent's rank) K + (child's rank).
+Nodes of a request are numbered 0 (root) .. D-1; -1 means no node. Candidates are numbered as SGLang numbers them: depth 1 takes 0 .. K-1,
+depth d >= 2 takes K + K^2 (d-2) + (parent's rank) K + (child's rank).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def build_tree(parent_list: Tensor, index: Tensor, topk: int, num_steps: int) ->
     """Selected candidates to a tree: (parents, path, depth, first_child, next_sibling, dropped), all int32.
 
     parent_list [B, K(S-1)+1] int64 (width 0 when S = 1): candidate number of the parent of each group of K candidates, -1 for the root.
-    index [B, D-1] int64: the selected candidates, ascending. Returns parents [B, D-1] (0 = root, -1 = no node), path [B, D, S+1] (the ancestor at each
-    depth, self last, -1 beyond), depth [B, D], first_child and next_sibling [B, D] (-1 = none, siblings in ascending order), dropped [B].
+    index [B, D-1] int64: the selected candidates, ascending. Returns parents [B, D-1] (0 = root, -1 = no node), path [B, D, S+1] (the ancestor at
+    each depth, self last, -1 beyond), depth [B, D], first_child and next_sibling [B, D] (-1 = none, siblings in ascending order), dropped [B].
     A candidate whose chain of selected parents does not reach the root within S steps is dropped: it keeps its place, with parent -1, depth 0 and
     the root's path (so that whatever attends along it reads at least one key), and is nobody's child.
     """
@@ -83,8 +83,8 @@ def build_tree(parent_list: Tensor, index: Tensor, topk: int, num_steps: int) ->
 def tree_walk(tokens: Tensor, first_child: Tensor, next_sibling: Tensor, y: Tensor, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Follow y from the root: (path [B, S+1] int32 with -1 beyond, accepted [B] int32, has_child_at_end [B] bool).
 
-    tokens [B, D-1] int32; first_child, next_sibling [B, D] int32 with siblings in ascending node order; y [B, D] int32: the law's token after each node,
-    negative where it has none. A child is accepted when its token equals y of its parent, the first of them in sibling order.
+    tokens [B, D-1] int32; first_child, next_sibling [B, D] int32 with siblings in ascending node order; y [B, D] int32: the law's token after each
+    node, negative where it has none. A child is accepted when its token equals y of its parent, the first of them in sibling order.
     """
     batch, nodes = y.shape
     numbers = torch.arange(nodes, device=y.device).expand(batch, nodes)

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, pdl_wait, sm_count
 from .philox import row_noise, words_of_ids, words_of_tile, words_to_gumbel
 from .reference_sampling import ALL_FEATURES, FILTERS, SAMPLED, TARGET
 
 TILE = 2048  # tokens a program reads at a time
-PROGRAMS = 1056  # programs a scan aims at: eight for each of a large GPU's multiprocessors
+PROGRAMS = 8  # programs a scan aims at, for each multiprocessor
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 SPOILT: tl.constexpr = tl.constexpr(2**63 - 1)  # key of a row that holds a NaN or +inf: above every other
 NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # the ordered bits of -inf
@@ -87,8 +88,10 @@ def _scan(
     SAMPLED: tl.constexpr,
     DRAFT: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -116,7 +119,7 @@ def _scan(
         better = z > z_best
         z_best = tl.where(better, z, z_best)
         z_at = tl.where(better, column, z_at)
-        if SAMPLED:
+        if SAMPLED:  # noqa: SIM102 (a constexpr guards names that exist only then)
             if warm:
                 noise = noise_of_tile(ids, start, column, inside, k0, k1, position, stream, HAS_IDS, BLOCK)
                 score = tl.div_rn(z, heat) + noise
@@ -141,8 +144,8 @@ def _mass_of_top_k(logits, heat, top, k, width, BLOCK: tl.constexpr):
     digits = tl.arange(0, 256)
     prefix = tl.full([], 0, tl.int64)
     left = k
-    for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+    for step in range(4):
+        shift = 24 - 8 * step
         histogram = tl.zeros([256], tl.int32)
         for start in range(0, width, BLOCK):
             inside = start + lane < width
@@ -249,8 +252,10 @@ def _finish(
     FILTERS: tl.constexpr,
     DRAFT: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     share = tl.arange(0, SHARES)
     logit_key = tl.max(tl.load(best_logit + row * shares + share, mask=share < shares, other=LOWEST), 0)
@@ -276,10 +281,10 @@ def _finish(
     tl.store(y + row, token)
 
 
-def shares_of(rows: int, width: int, tile: int) -> tuple[int, int]:
+def shares_of(rows: int, width: int, tile: int, programs: int) -> tuple[int, int]:
     """How many programs read a row, and how many tiles each of them reads."""
     tiles = triton.cdiv(width, tile)
-    shares = max(1, min(tiles, triton.cdiv(PROGRAMS, rows)))
+    shares = max(1, min(tiles, triton.cdiv(programs, rows)))
     each = triton.cdiv(tiles, shares)
     return triton.cdiv(tiles, each), each
 
@@ -302,15 +307,15 @@ def _argmax(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     sampled = temperature is not None
-    shares, each = shares_of(rows, width, TILE)
+    shares, each = shares_of(rows, width, TILE, PROGRAMS * sm_count(logits.device))
     best = torch.empty(2 if sampled else 1, rows, shares, dtype=torch.int64, device=logits.device)
     keys, t = keys.contiguous(), t.contiguous()
     heat = temperature.contiguous() if temperature is not None else None
     top_k, top_p, min_p = (x.contiguous() for x in filters) if filters else (None, None, None)
-    flags = {"SAMPLED": sampled, "DRAFT": draft, "HAS_IDS": ids is not None, "BLOCK": TILE, "num_warps": 8}
+    flags = {"SAMPLED": sampled, "DRAFT": draft, "HAS_IDS": ids is not None, "BLOCK": TILE, "num_warps": 8} | pdl_options(logits.device)
     stride = logits.stride(0)
     _scan[(rows, shares)](logits, stride, heat, keys, t, ids, best[0], best[-1], width, stream, each, **flags)
-    flags |= {"FILTERS": filters is not None, "SHARES": triton.next_power_of_2(shares), "num_warps": 16 if filters else 1}
+    flags |= {"FILTERS": filters is not None, "SHARES": triton.next_power_of_2(shares), "num_warps": (16 if rows <= 128 else 8) if filters else 1}
     _finish[(rows,)](logits, stride, best[0], best[-1], heat, top_k, top_p, min_p, keys, t, ids, y, width, stream, shares, **flags)
     return y
 

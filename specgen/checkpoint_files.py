@@ -69,7 +69,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: tensor name -> {dtype, shape, data_offsets}. Raises CheckpointError when it is damaged or the file is cut off."""
+    """The header of a safetensors file: tensor name -> {dtype, shape, data_offsets}. Raises CheckpointError when header or file is incomplete."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

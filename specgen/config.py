@@ -1,6 +1,6 @@
 """The schema of the whole configuration, as dataclasses, and the tables that say what each key may hold.
 
-Boundary: plain data. Nothing here imports torch, Hydra or OmegaConf; ``cli.py`` composes, ``schema.py`` builds a ``Config``, ``validate.py`` checks it.
+Boundary: plain data. Nothing here imports torch, Hydra or OmegaConf; ``compose.py`` composes, ``schema.py`` builds, ``validate.py`` checks.
 Each default equals the YAML under ``conf/`` (a test compares them).
 """
 
@@ -230,11 +230,3 @@ def num_draft_tokens(draft: DraftConfig) -> int:
     if draft.num_draft_tokens is not None:
         return draft.num_draft_tokens
     return draft.num_steps + 1 if draft.topk == 1 else min(128, 1 + draft.num_steps * draft.topk)
-
-
-def wants_baseline(config: Config) -> bool:
-    """Whether the job also runs without a draft: as set, else true when model, draft and data are all embedded."""
-    if config.baseline is not None:
-        return config.baseline
-    embedded_draft = config.draft.method != "none" and config.draft.path is None
-    return config.model.source == "embedded" and embedded_draft and config.data.source == "embedded"

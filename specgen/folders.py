@@ -20,8 +20,11 @@ import yaml
 
 from specgen.errors import ConfigError, DataError
 
-RESULTS = ("generations.jsonl", "generations", "stats.json", "attempts.jsonl", ".hydra", "sweep.csv", "multirun.yaml")
-OURS = (".hydra", "specgen.log")  # what a job that was refused after its folder was made leaves behind
+ROWS = ("generations.jsonl", "generations", "stats.json")
+RESULTS = (*ROWS, "attempts.jsonl", ".hydra", "sweep.csv", "multirun.yaml")
+SMALL_FILES = (".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/hydra.yaml", "specgen.log", "attempts.jsonl", "environment.json")
+PLAIN_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+NOT_TEXT = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "nan", "inf")  # words that YAML readers take for something else
 NAME_LENGTH = 100
 
 
@@ -68,14 +71,13 @@ def make(folder: Path) -> list[Path]:
 
 
 def unmake(folder: Path, made: Sequence[Path]) -> None:
-    """Take back the folder of a job that was refused before it wrote a result."""
-    if any((folder / name).exists() for name in RESULTS if name != ".hydra"):
+    """Take back what a job left that was refused before it wrote a row: its own small files, and the folders ``made`` for it."""
+    if any((folder / name).exists() for name in ROWS):
         return
-    for name in ("config.yaml", "overrides.yaml", "hydra.yaml"):
-        (folder / ".hydra" / name).unlink(missing_ok=True)
+    for name in SMALL_FILES:
+        (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         (folder / ".hydra").rmdir()
-    (folder / "specgen.log").unlink(missing_ok=True)
     for path in reversed(made):
         with suppress(OSError):  # not empty: it holds what others wrote
             path.rmdir()
@@ -111,7 +113,19 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    word = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", text) and text.lower() not in ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "nan", "inf")
+    word = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", text) and text.lower() not in (
+        "true",
+        "false",
+        "null",
+        "yes",
+        "no",
+        "on",
+        "off",
+        "y",
+        "n",
+        "nan",
+        "inf",
+    )
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if word else '"')
 
 
@@ -157,6 +171,7 @@ def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.L
     logger = logging.getLogger("specgen")
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(logging.Formatter("%(message)s"))
+    console.addFilter(lambda record: not getattr(record, "file_only", False))
     handlers: list[logging.Handler] = [console]
     if folder is not None:
         file = logging.FileHandler(folder / "specgen.log", encoding="utf-8", delay=True)

@@ -27,7 +27,7 @@ NULL_HINTS = {"draft": "draft=none", "task": "task=none", "model": "model=embedd
 
 @dataclass(frozen=True)
 class Override:
-    """One ``key=value`` as typed. ``elements`` are the values a comma separates: one for a plain setting, more for a sweep, each as Hydra may read it."""
+    """One ``key=value`` as typed. ``elements``: its one value, or the several of a sweep, each in a form Hydra reads rightly; none for a function."""
 
     key: str
     value: str
@@ -91,7 +91,8 @@ def _check_key(key: str) -> None:
     if key in SECTIONS:
         raise ConfigError(f"{key} is a section, not a key; set its keys one by one: {key}.NAME=value")
     if key.startswith("hydra"):
-        raise ConfigError(f"{key} cannot be set: specgen runs its jobs in one process and names its folders itself; of Hydra take {', '.join(HYDRA_KEYS)}")
+        taken = ", ".join(HYDRA_KEYS)
+        raise ConfigError(f"{key} cannot be set: specgen runs its jobs in one process and names their folders; of Hydra's keys it takes {taken}")
     raise ConfigError(unknown_key(key, SETTABLE))
 
 
@@ -140,13 +141,11 @@ def read_value(key: str, value: str) -> Any:
 
 def pasted(key: str, value: str) -> str:
     """The shell word that sets ``key`` to the text ``value``: quoted once for Hydra and once for the shell."""
-    inner = quoted(value)
-    if not re.search(r'["$`\\!]', inner):
-        return f'"{key}={inner}"'
-    double = '"' + value.replace('"', '\\"') + '"'
-    if "'" not in value and not value.endswith("\\"):
-        return f"'{key}={double}'"
-    return shlex.quote(f"{key}={inner}")
+    if not re.search(r'["$`\\!]', value):
+        return f'"{key}=\\"{value}\\""' if "'" in value else f'"{key}={quoted(value)}"'
+    if not re.search(r"['\"\\]", value):
+        return f"'{key}=\"{value}\"'"
+    return shlex.quote(f"{key}={quoted(value)}")
 
 
 def quoted(text: str) -> str:
@@ -253,12 +252,12 @@ def _check_option(group: str, name: str, options: list[str]) -> None:
     if name in options:
         return
     if name == "null" and group in NULL_HINTS:
-        raise ConfigError(f"{group}=null: to have none, say {NULL_HINTS[group]}" if group != "model" else "model=null: a model is needed; say model=embedded")
+        raise ConfigError(f"{group}=null: a name is needed; use {NULL_HINTS[group]}")
     if group in GROUPS and _looks_like_path(name):
         raise ConfigError(f"{group}={name}: {group} is a name, not a path; use {_path_form(group, name)}")
     near = closest(name, options)
-    listed = ", ".join(options) or "none there"
-    raise ConfigError(f"{group}={name}: no such choice; " + (f"did you mean {group}={near}? " if near else "") + f"({listed})")
+    meant = f"did you mean {group}={near}? The names are" if near else "the names are"
+    raise ConfigError(f"{group}={name}: no such choice; {meant} {', '.join(options)}")
 
 
 def _looks_like_path(name: str) -> bool:
@@ -267,8 +266,10 @@ def _looks_like_path(name: str) -> bool:
 
 def _path_form(group: str, path: str) -> str:
     if group == "model":
-        name, at, revision = path.partition("@")
-        return f"model=hf model.path={name} model.revision={revision}" if at and revision and not Path(path).exists() else f"model=hf model.path={path}"
+        name, _, revision = path.partition("@")
+        if revision and not Path(path).exists():
+            return f"model=hf model.path={name} model.revision={revision}"
+        return f"model=hf model.path={path}"
     if group == "draft":
         words = path.lower().replace("-", "").replace("_", "")
         method = next((m for m in ("eagle3", "eagle", "dflash") if m in words), "draft_model")
@@ -278,10 +279,16 @@ def _path_form(group: str, path: str) -> str:
     return f"task=NAME task.path={path}, NAME being one of {', '.join(GROUPS['task'][1][1:])}"
 
 
-def plain_value(override: Override) -> Any:
-    """The Python value of a setting that is not a sweep, its interpolations left as text (for ``resume``, which does not compose)."""
+def refuse_sweep(override: Override) -> None:
+    """Raise ConfigError for several values where one job is run."""
     if override.swept:
-        raise ConfigError(f"{override.key}={override.value}: one value is needed here")
+        text = is_text(override.key) or override.key in TEXT_LISTS
+        quote = f", or quote the text: {pasted(override.key, override.value)}" if text else ""
+        raise ConfigError(f"{override.key}={override.value} has several values: add -m for a sweep{quote}")
+
+
+def plain_value(override: Override) -> Any:
+    """The Python value of a setting that is not a sweep, for ``resume``, which does not compose."""
     from hydra.core.override_parser.types import QuotedString
 
     def plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from specgen.errors import ConfigError
 from specgen.suggest import closest, unknown_key
 
 _HINTS: dict[str, Any] = typing.get_type_hints(Config)
-SECTIONS: dict[str, type] = {name: hint for name, hint in _HINTS.items() if is_dataclass(hint)}
+SECTIONS: dict[str, Any] = {name: hint for name, hint in _HINTS.items() if is_dataclass(hint)}
 
 
 def _leaves() -> dict[str, Any]:

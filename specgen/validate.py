@@ -17,6 +17,7 @@ from specgen.config import GROUPS, RANGES, Config, DraftConfig, max_draft_tokens
 from specgen.data.files import input_files
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
+from specgen.draft.checkpoints import check_kind
 from specgen.errors import CheckpointError, ConfigError, SpecgenError
 from specgen.schema import SELECTORS, shown
 
@@ -35,17 +36,15 @@ UNSUPPORTED: tuple[tuple[str, Any], ...] = (
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own
 CHAIN_ONLY = ("ngram", "dflash")
+DRAFT_CHECKS: list[Callable[[str, Path], None]] = [check_kind]  # (method, folder): a local drafter's files against its method
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-def validate(config: Config, given: Iterable[str] = (), draft_check: Callable[[Config], None] | None = None) -> None:
-    """Check one job. Raises a SpecgenError of one line.
-
-    ``given``: the dotted keys the user set, for rules about what may be set at all. ``draft_check`` looks at a local drafter's tensor shapes.
-    """
+def validate(config: Config, given: Iterable[str] = ()) -> None:
+    """Check one job. Raises a SpecgenError of one line. ``given``: the dotted keys the user set, for rules about what may be set at all."""
     check_values(config, given)
     check_device(config.model.device)
-    check_local(config, draft_check)
+    check_local(config)
 
 
 def check_values(config: Config, given: Iterable[str] = ()) -> None:
@@ -153,7 +152,9 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError("sampling.acceptance=rejection cannot be combined with draft.adaptive=true; leave one out")
     if config.verify_lossless > 0:
         if sampling.acceptance == "rejection" and sampling.temperature > 0:
-            raise ConfigError("verify_lossless cannot check sampling.acceptance=rejection at a temperature: its text depends on the drafter; leave one out")
+            raise ConfigError(
+                "verify_lossless cannot check sampling.acceptance=rejection at a temperature: its text depends on the drafter; leave one out"
+            )
         if config.draft.simulate_acceptance_length is not None:
             raise ConfigError("verify_lossless cannot check draft.simulate_acceptance_length: simulated text is not the target's; leave one out")
 
@@ -213,7 +214,7 @@ def cuda_devices() -> int:
     return count.value
 
 
-def check_local(config: Config, draft_check: Callable[[Config], None] | None = None) -> None:
+def check_local(config: Config) -> None:
     """Local input files and checkpoints, read as small files. Raises ConfigError, DataError or CheckpointError naming the path."""
     _check_input_files(config)
     model, draft = config.model, config.draft
@@ -225,8 +226,8 @@ def check_local(config: Config, draft_check: Callable[[Config], None] | None = N
         folder = local_folder("draft", draft.path, None)
         if folder is not None:
             checkpoint_files.check_draft(folder, weights=draft.load_format == "auto")
-    if draft_check is not None and draft.method != "none":
-        draft_check(config)
+            for check in DRAFT_CHECKS:
+                check(draft.method, folder)
 
 
 def local_folder(group: str, path: str, revision: str | None) -> Path | None:

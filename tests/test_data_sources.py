@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from specgen.config import DataConfig
+from specgen.data import files
 from specgen.data.identity import SeenIds
 from specgen.data.sources import EMBEDDED_PROMPTS, count_rows, input_fingerprint, parse_shard, read_rows
 from specgen.errors import ConfigError, DataError
@@ -119,6 +120,14 @@ def test_lines_longer_than_a_read_block_come_back_whole(tmp_path):
     rows = [{"prompt": "x" * 2_500_000}, {"prompt": "y"}, {"prompt": "z" * 1_048_576}]
     path = written(tmp_path, "long.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
     assert [row.fields for row in read(path)] == rows
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("wrap", [bytes, gzip.compress, zstd], ids=["plain", "gzip", "zstd"])
+def test_lines_do_not_depend_on_where_read_blocks_end(tmp_path, monkeypatch, block, wrap):
+    raw = b"\xef\xbb\xbfone\n\ntwo\r\n" + "x\u2028\u00e9\n".encode() + b"\nlast"
+    monkeypatch.setattr(files, "CHUNK", block)
+    assert list(files.lines(written(tmp_path, "a", wrap(raw)))) == [b"one", b"", b"two\r", "x\u2028\u00e9".encode(), b"", b"last"]
 
 
 def test_null_in_early_rows_does_not_fix_the_type_of_later_ones(tmp_path):

@@ -1,13 +1,31 @@
-"""Properties of the forward ops: the references against dense float64 computation, and (interpreted or on a GPU) the kernels against the references."""
+"""Properties of the forward ops: references against dense float64 computation, kernels against references.
+
+Without a GPU the kernels run in Triton's interpreter (float32 and float16; it multiplies bfloat16 wrongly), with one the same tests run compiled.
+"""
 
 from __future__ import annotations
 
-import math
+import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from specgen.kernels import ops, reference
+import torch.nn.functional as F
 from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+from specgen.kernels import activation, attention, kv, linear, norm_rope, ops, reference  # noqa: E402
+from specgen.kernels.attention import AttentionConfig  # noqa: E402
+
+KERNELS = SimpleNamespace(
+    tree_attention=attention.tree_attention, packed_attention=attention.packed_attention, linear=linear.linear, rms_norm=norm_rope.rms_norm
+)
+BOTH = [pytest.param(reference, id="reference"), pytest.param(KERNELS, id="kernels")]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
 
 def assert_close(name: str, expected: Tensor, got: Tensor, ratio: float) -> None:
@@ -20,19 +38,19 @@ def assert_close(name: str, expected: Tensor, got: Tensor, ratio: float) -> None
 
 
 class Paged:
-    """Rows of random KV in a paged pool with shuffled pages; page 0 is scratch and unowned slots hold NaN on request."""
+    """Rows of random KV in a paged pool with shuffled pages; page 0 is scratch and belongs to no row."""
 
     def __init__(
-        self, lengths: list[int], spare: int, kv_heads: int, key_dim: int, value_dim: int, page: int, dtype: torch.dtype, seed: int = 0, device: str = "cpu"
+        self, lengths: list[int], spare: int, kv_heads: int, key_dim: int, value_dim: int, page: int, dtype: torch.dtype, seed: int = 0
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         rows, self.page = len(lengths), page
         width = max(1, -(-(max(lengths) + spare) // page)) + 1
-        self.table = (torch.randperm(rows * width, generator=generator) + 1).view(rows, width).int().to(device)
+        self.table = (torch.randperm(rows * width, generator=generator) + 1).view(rows, width).int().to(DEVICE)
         slots = (rows * width + 1) * page
-        self.k = torch.randn(slots, kv_heads, key_dim, generator=generator).to(device, dtype)
-        self.v = torch.randn(slots, kv_heads, value_dim, generator=generator).to(device, dtype)
-        self.length = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.k = torch.randn(slots, kv_heads, key_dim, generator=generator).to(DEVICE, dtype)
+        self.v = torch.randn(slots, kv_heads, value_dim, generator=generator).to(DEVICE, dtype)
+        self.length = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.max_len = max(lengths) + spare
 
     def slot(self, row: int, index: int) -> int:

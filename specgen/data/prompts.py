@@ -25,7 +25,12 @@ log = logging.getLogger("specgen.data")
 
 
 class RowTask(Protocol):
-    """What ``load_prompts`` needs of a task: published rows into our fields, and the id field of its layout."""
+    """What ``load_prompts`` needs of a task: published rows in our fields, and the stop strings of its raw prompts."""
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Used for raw prompts where neither job nor row sets a stop string."""
+        ...
 
     def prepare(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The row's fields in specgen's names; raises ValueError for a row that is not of the task's layout."""
@@ -150,6 +155,9 @@ class _Builder:
             prompt.category = category if isinstance(category, str) else None
             if content is not None and content.form == "prompt":
                 prompt.text = content.value
+        if self.task is not None and self.task.stop and not prompt.sampling.stop and content.form == "prompt" and not self.data.as_chat:
+            prompt.sampling = replace(prompt.sampling, stop=self.task.stop)
+            self._once("task stop", "sampling: raw prompts stop at the task's strings, %s", list(self.task.stop))
         return content
 
     def _fill(self, prompt: Prompt, content: Content) -> None:

@@ -80,9 +80,9 @@ class AutoregressiveDrafter(Drafter):
         self.scores = torch.zeros(max_slots, self.topk, dtype=torch.float32, device=device)
         self.feed = torch.zeros(max_slots, self.head.feed_size, dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
         self.max_batch = max_batch
-        # Window numbers of the nodes kept at each depth, and offsets of the extend's rows: constants of every step.
-        span = max(self.num_steps, 1) * self.topk + 1
-        self.offsets = torch.arange(span, dtype=torch.int32, device=device)
+        # Constants of every step: window numbers of the nodes kept at each depth, and row numbers.
+        self.offsets = torch.arange(self.num_steps * self.topk, dtype=torch.int32, device=device)
+        self.row_starts = torch.arange(max_batch, dtype=torch.int32, device=device)
         self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
 
     def close(self) -> None:
@@ -100,40 +100,47 @@ class AutoregressiveDrafter(Drafter):
 
     def _propose_chain(self, rows: StepRows, num_steps: int, tokens: Tensor, feed: Tensor | None) -> Draft:
         """topk = 1: concatenation, top-k, sort and gather are the identity, so the draft is the plain cat of its tokens."""
-        base = rows.length + self.lead
-        drafted = [tokens]
+        drafted, s = [tokens], rows.sampling
         for depth in range(1, num_steps):
-            offset = self.offsets[depth - 1 : depth]
-            slots = rows.window_slots(base, offset)
             # Each node is its own query after depth-1 drafted keys, which are by now as good as committed ones.
-            layout = rows.layout(base + (depth - 1), 1, slots, (base + (depth - 1))[:, None])
+            layout = rows.place(1, start_add=self.lead + depth - 1)
             states, feed = self.head.forward(drafted[-1].reshape(-1), feed, layout, self.pool)
-            s = rows.sampling
-            token = ops.draft_argmax(self._logits(states, s), s.temperature, s.keys, s.t + depth, self.head.id_map, s.features)
-            drafted.append(token[:, None])
+            drafted.append(self._best(states, s, depth)[:, None])
         return Draft(token_ids=torch.cat(drafted, 1))
 
     def _propose_tree(self, rows: StepRows, num_steps: int, tokens: Tensor, scores: Tensor, feed: Tensor | None) -> Draft:
         batch, topk = rows.size, self.topk
-        base = rows.length + self.lead
         s = _repeat(rows.sampling, topk)
         grown = tree.Growth(tokens, scores, topk)
         feed = None if feed is None else feed[:, None].expand(batch, topk, -1).reshape(batch * topk, -1)
         path = self.offsets[None, :topk, None].expand(batch, topk, 1)
         for depth in range(1, num_steps):
-            first = (depth - 1) * topk
-            slots = rows.window_slots(base, self.offsets[first : first + topk])
-            positions = (base + (depth - 1))[:, None].expand(batch, topk)
-            layout = rows.layout(base, topk, slots, positions, path.contiguous())
+            layout = rows.place(
+                topk,
+                start_add=self.lead,
+                slot_add=(depth - 1) * topk,
+                position_add=depth - 1,
+                position_step=0,
+                path=path.contiguous(),
+            )
             states, feed = self.head.forward(grown.tokens.reshape(-1), feed, layout, self.pool)
-            child_tokens, child_logp = ops.draft_topk(self._logits(states, s), topk, s.temperature, s.keys, s.t + depth, self.head.id_map, s.features)
-            parent = grown.extend(child_tokens.view(batch, topk, topk), child_logp.view(batch, topk, topk))
-            index = parent.long()
+            child_tokens, child_logp = self._children(states, s, depth)
+            index = grown.extend(child_tokens.view(batch, topk, topk), child_logp.view(batch, topk, topk))
             kept = self.offsets[None, depth * topk : (depth + 1) * topk, None].expand(batch, topk, 1)
             path = torch.cat([path.gather(1, index[:, :, None].expand(-1, -1, path.shape[2])), kept], 2)
             if feed is not None:
                 feed = feed.view(batch, topk, -1).gather(1, index[:, :, None].expand(-1, -1, feed.shape[-1])).reshape(batch * topk, -1)
         return grown.build(self.num_draft_tokens if num_steps == self.num_steps else tree.default_draft_tokens(topk, num_steps))
+
+    def _best(self, states: Tensor, s: SamplingRows, depth: int) -> Tensor:
+        """The best token after each state, [n] int32; ``depth`` moves the noise position."""
+        t = s.t + depth if "sampled" in s.features and depth else s.t
+        return ops.draft_argmax(self._logits(states, s), s.temperature, s.keys, t, self.head.id_map, s.features)
+
+    def _children(self, states: Tensor, s: SamplingRows, depth: int) -> tuple[Tensor, Tensor]:
+        """The topk best tokens after each state and their log-probabilities."""
+        t = s.t + depth if "sampled" in s.features and depth else s.t
+        return ops.draft_topk(self._logits(states, s), self.topk, s.temperature, s.keys, t, self.head.id_map, s.features)
 
     def _logits(self, states: Tensor, sampling: SamplingRows) -> Tensor:
         logits = self.head.logits(states)
@@ -145,11 +152,10 @@ class AutoregressiveDrafter(Drafter):
 
     def _keep(self, slots: Tensor, states: Tensor, feed: Tensor | None, sampling: SamplingRows) -> None:
         """Depth-1 candidates from one state a row; ``sampling.t`` is the position they would take."""
-        logits = self._logits(states, sampling)
         if self.topk == 1:
-            tokens = ops.draft_argmax(logits, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features)[:, None]
+            tokens = self._best(states, sampling, 0)[:, None]
         else:
-            tokens, scores = ops.draft_topk(logits, self.topk, sampling.temperature, sampling.keys, sampling.t, self.head.id_map, sampling.features)
+            tokens, scores = self._children(states, sampling, 0)
             self.scores.index_copy_(0, slots, scores)
         self.tokens.index_copy_(0, slots, tokens)
         if self.feed is not None and feed is not None:
@@ -165,9 +171,7 @@ class AutoregressiveDrafter(Drafter):
             return
         if head.lead == 1:
             # A draft model's KV runs one ahead: forward the root too.
-            base = final.length
-            slots = final.window_slots(base, self.offsets[:1])
-            states, feed = head.forward(final.root, None, final.layout(base, 1, slots, base[:, None]), self.pool)
+            states, feed = head.forward(final.root, None, final.place(1), self.pool)
         else:
             states = states.index_select(0, rows.final_last)
             feed = None if feed is None else feed.index_select(0, rows.final_last)
@@ -176,10 +180,7 @@ class AutoregressiveDrafter(Drafter):
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
         head = self.head
         batch, width = accepted.tokens.shape
-        base = rows.length + self.lead
-        offsets = self.offsets[:width] if width <= self.offsets.shape[0] else torch.arange(width, dtype=torch.int32, device=base.device)
-        slots = rows.window_slots(base, offsets, accepted.valid)
-        layout = rows.layout(base, width, slots, base[:, None] + offsets)
+        layout = rows.place(width, start_add=self.lead, count=accepted.count)
         feed_in = None
         features = head.features(accepted.hidden)
         if features is not None:
@@ -188,10 +189,9 @@ class AutoregressiveDrafter(Drafter):
                 features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
             feed_in = head.start(features[:, :width].reshape(batch * width, -1))
         states, feed = head.forward(accepted.tokens.clamp(min=0).reshape(-1), feed_in, layout, self.pool)
-        last = accepted.accepted.long()[:, None, None]
-        states = states.view(batch, width, -1).gather(1, last.expand(-1, 1, states.shape[-1]))[:, 0]
-        if feed is not None:
-            feed = feed.view(batch, width, -1).gather(1, last.expand(-1, 1, feed.shape[-1]))[:, 0]
+        last = accepted.accepted + self.row_starts[:batch] * width
+        states = states.index_select(0, last)
+        feed = None if feed is None else feed.index_select(0, last)
         self._keep(rows.slots, states, feed, accepted.sampling)
 
 

@@ -7,11 +7,11 @@ acceptance rules or the host. Every method runs between launch and retire: no ho
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from specgen.kernels import ops
 from specgen.types import Draft, Layout
 
 if TYPE_CHECKING:
@@ -41,14 +41,13 @@ class SamplingRows:
 class StepRows:
     """The B rows of one decode step, dead and padding rows turned to slot 0.
 
-    slots [B] int64; length [B] int32: committed tokens L whose KV the target holds; root [B] int32: the last sampled token; alive [B] bool.
+    slots [B] int64; length [B] int32: committed tokens L whose KV the target holds; root [B] int32: the last sampled token.
     block_table [B, W] int32. max_len: host bound on the keys of any row, windows included. last_position: max_length - 1, the highest legal position.
     """
 
     slots: Tensor
     length: Tensor
     root: Tensor
-    alive: Tensor
     block_table: Tensor
     max_len: int
     page_size: int
@@ -60,24 +59,10 @@ class StepRows:
         """B, the number of rows."""
         return self.slots.shape[0]
 
-    def window_slots(self, base: Tensor, offsets: Tensor, valid: Tensor | None = None) -> Tensor:
-        """KV slots [B, Q] int64 of token indices ``base[b] + offsets[b or 0, q]``; scratch where ``valid`` [B, Q] is False."""
-        index = (base[:, None] + offsets).long()
-        pages = index // self.page_size
-        slots = self.block_table.gather(1, pages.expand(self.size, -1)).long() * self.page_size + index % self.page_size
-        return slots if valid is None else slots * valid
-
-    def layout(self, base: Tensor, q_len: int, slots: Tensor, positions: Tensor, path: Tensor | None = None) -> Layout:
-        """A uniform layout of ``q_len`` tokens a row after ``base`` [B] int32 committed keys."""
-        return Layout(
-            positions=positions.clamp(max=self.last_position).to(torch.int32).reshape(-1),
-            slots=slots.reshape(-1),
-            block_table=self.block_table,
-            length=base,
-            q_len=q_len,
-            max_len=self.max_len,
-            path=path,
-        )
+    def place(self, q_len: int, *, path: Tensor | None = None, **where: Any) -> Layout:
+        """The layout of ``q_len`` tokens a row; ``where`` as in ``kernels.reference_step.window`` (start_add, slot_add, position_add, ..., count)."""
+        slots, positions, start = ops.window(self.length, self.block_table, q_len, self.page_size, self.last_position, **where)
+        return Layout(positions, slots, self.block_table, start, q_len, self.max_len, path)
 
 
 @dataclass
@@ -105,13 +90,13 @@ class AcceptedRows:
     """What a step committed, for the drafter to follow.
 
     tokens [B, S+1] int32 (-1 beyond), path [B, S+1] int32 node numbers (-1 beyond; None for a chain, where it is 0..S), accepted [B] int32,
-    valid [B, S+1] bool: row i <= accepted of a live row. hidden: the target's states of all B x D nodes. sampling: with t moved past the commit.
+    count [B] int32: accepted + 1, 0 for a dead row. hidden: the target's states of all B x num_nodes nodes. sampling: with t moved past the commit.
     """
 
     tokens: Tensor
     path: Tensor | None
     accepted: Tensor
-    valid: Tensor
+    count: Tensor
     hidden: Hidden
     num_nodes: int
     sampling: SamplingRows

@@ -55,7 +55,8 @@ class NgramDrafter(Drafter):
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
         width = accepted.tokens.shape[1]
         offsets = torch.arange(1, width + 1, device=self.device)
-        positions = torch.where(accepted.valid, rows.length.long()[:, None] + offsets, self.spare)
+        valid = offsets <= accepted.count[:, None]
+        positions = torch.where(valid, rows.length.long()[:, None] + offsets, self.spare)
         self._write(rows.slots[:, None], positions, accepted.tokens.clamp(min=0))
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft:

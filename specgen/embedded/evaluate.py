@@ -1,7 +1,7 @@
 """Offline figures of a trained family: held-out loss, acceptance of every drafter, repetition of the text.
 
-Boundary: whole sequences under a plain forward; no engine and no KV pool. Knows nothing of training. Acceptance is computed for every root position at
-once: under teacher forcing a drafter's step k sees the accepted tokens, which is exactly its situation whenever that step can matter.
+Boundary: whole sequences under a plain forward; no engine and no KV pool. Knows nothing of training. Acceptance is computed for every root
+position at once: under teacher forcing a drafter's step k sees the accepted tokens, which is exactly its situation whenever that step can matter.
 
 mean acceptance length = 1 + accepted / steps, the bonus token included, over the rows together; at T > 0 target and drafter share the Gumbel noise of
 each position (Daliri, Musco and Suresh 2025), so a draft is accepted when both pick the same token.

@@ -26,6 +26,7 @@ def save_weights(tensors: dict[str, Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     out = {name: (t.bfloat16() if t.is_floating_point() else t).detach().cpu().contiguous() for name, t in tensors.items()}
     save_file(out, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def write_json(value: Any, path: Path) -> None:
@@ -107,7 +108,7 @@ def save_head(head: EagleHead | Eagle3Head | DFlashHead, target: LlamaForCausalL
 def shape_of(target: LlamaForCausalLM, intermediate: int) -> HeadShape:
     """Head sizes that follow a target."""
     c = target.config
-    return HeadShape(c.hidden_size, c.num_attention_heads, c.num_key_value_heads, intermediate, 10000.0, c.rms_norm_eps)
+    return HeadShape(c.hidden_size, c.num_attention_heads, c.num_key_value_heads or c.num_attention_heads, intermediate, 10000.0, c.rms_norm_eps)
 
 
 def write_tar(folder: Path, tar: Path) -> None:

@@ -238,7 +238,8 @@ def step_rows(rows: int, batch: int, steps: int, seed: int) -> Tensor:
 
 
 class RowPool:
-    """Sequences in buckets of a few widths, on the device; draws batches of about ``budget`` tokens of one width, widths in proportion to their tokens."""
+    """Sequences in buckets of a few widths, on the device. Draws batches of about ``budget`` tokens of one width, widths in proportion to their
+    tokens."""
 
     def __init__(self, rows: list[np.ndarray], widths: tuple[int, ...], budget: int, device: torch.device, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

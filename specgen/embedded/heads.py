@@ -4,10 +4,10 @@ Boundary: modules and the self-fed chain on whole sequences (no KV pool, no engi
 ``published`` method names its tensors as its checkpoint layout does. Shapes: B rows, T positions, H hidden size, V target vocabulary,
 A anchors, b block size.
 
-A *pair* at index p is (embedding of x[p+1], state at p), stands at RoPE position p, and predicts x[p+2]. At step 0 the state is the target's; at step
-k it is the drafter's own output at p-1 of step k-1. A pair of step k belongs to the chain whose last committed pair is p-k: it attends to step-0 pairs
-j <= p-k and to its own chain's pairs (step i at p-k+i, 1 <= i <= k), exactly what a drafter with a KV cache sees (EAGLE-3, "training-time test",
-Li et al. 2025), for every chain of a row in one pass.
+A *pair* at index p is (embedding of x[p+1], state at p), stands at RoPE position p, and predicts x[p+2]. At step 0 the state is the target's; at
+step k it is the drafter's own output at p-1 of step k-1. A pair of step k belongs to the chain whose last committed pair is p-k: it attends to
+step-0 pairs j <= p-k and to its own chain's pairs (step i at p-k+i, 1 <= i <= k), exactly what a drafter with a KV cache sees (EAGLE-3,
+"training-time test", Li et al. 2025), for every chain of a row in one pass.
 """
 
 from __future__ import annotations
@@ -137,10 +137,7 @@ class Attention(nn.Module):
         k, v = self.key_value(x, positions)
         cache.keys.append(k)
         cache.values.append(v)
-        if step == 0:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            out = _chain_attention(q, cache, step, positions)
+        out = _chain_attention(q, cache, step, positions) if step else F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -281,7 +278,8 @@ class _MidLayer(nn.Module):
 class Eagle3Head(Head):
     """EAGLE-3 (Li et al. 2025): fc over three target states, one wide layer, its own norm and reduced output matrix.
 
-    ``target_ids`` [Vd] int64, ascending: the target token of each draft token; stored as the offset ``d2t`` (target = i + d2t[i]) and the mask ``t2d`` [V].
+    ``target_ids`` [Vd] int64, ascending: the target token of each draft token; stored as the offset ``d2t`` (target = i + d2t[i]) and the mask
+    ``t2d`` [V].
     """
 
     d2t: Tensor
@@ -338,8 +336,9 @@ class DFlashHead(nn.Module):
         block = (owner[:, None] == owner[None, :]).expand(rows, -1, -1)
         mask = torch.cat([context, block], -1)[:, None]
         source = self.hidden_norm(self.fc(aux))
-        for layer in self.layers:
-            attention: Any = layer.self_attn
+        for module in self.layers:
+            layer: Any = module
+            attention = layer.self_attn
             h = layer.input_layernorm(x)
             k0, v0 = attention.key_value(source, torch.arange(length, device=tokens.device))
             k1, v1 = attention.key_value(h, positions)

@@ -95,7 +95,7 @@ def train_reference(
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     for entry in curve:
         entry[1] = losses.get(entry[0])
-    final = round(held_out_loss(model.to(device), held, batch), 4)
+    final = round(held_out_loss(model, held, batch), 4)  # the Trainer has moved it to the device
     best = min([final, *[c[2] for c in curve]])
     return {
         "steps": done,

@@ -94,9 +94,10 @@ def generate_rows(target: LlamaForCausalLM, prompts: Tensor, new_tokens: int, te
 def on_policy_rows(
     target: LlamaForCausalLM, heads: list[np.ndarray], per_batch: int, width: int, lengths: Sequence[int], seed: int
 ) -> list[np.ndarray]:
-    """The target's own text: from the first ``lengths[i]`` tokens of training functions, up to ``width`` tokens in all, half at T = 0, half at T = 0.8."""
+    """The target's own text: from the first ``lengths[i]`` tokens of training functions, up to ``width`` tokens in all, half at T = 0, half at
+    T = 0.8."""
     device = target.device
-    model = copy.deepcopy(target).to(torch.bfloat16) if device.type == "cuda" else target
+    model: Any = copy.deepcopy(target).bfloat16() if device.type == "cuda" else target
     rng = np.random.default_rng(seed)
     rows: list[np.ndarray] = []
     for length in lengths:

@@ -50,6 +50,11 @@ class CpuGpuBuffer:
             self.cpu[:n].copy_(self.gpu[:n], non_blocking=True)
         self._event.record()
 
+    def fetch(self, source: Tensor, n: int) -> None:
+        """Enqueue the copy of the first ``n`` entries of a device tensor of this shape to the host side."""
+        self.cpu[:n].copy_(source[:n], non_blocking=True)
+        self.mark()
+
     def mark(self) -> None:
         """Guard copies that the caller enqueued itself (slices of several rows), as ``copy_to_gpu`` guards its own."""
         if self._event is not None:

@@ -20,15 +20,16 @@ from torch import Tensor
 from specgen.config import DraftConfig, EngineConfig
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.tree import draft_depth
-from specgen.engine.accept import committed_tokens, kept_and_finish
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
+from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.memory import PageTable, spec_reserve
 from specgen.engine.rows import DeviceRows
-from specgen.engine.sampling import draw, features_of, moved, sampling_rows
-from specgen.engine.scheduler import RESULT_COLUMNS, Batch, Chunk, Scheduler
+from specgen.engine.sampling import draw, features_of, first_sampling, moved, sampling_rows
+from specgen.engine.scheduler import Batch, Chunk, Scheduler
 from specgen.engine.text import OutputText
 from specgen.errors import CapacityError
 from specgen.kernels import ops
+from specgen.kernels.reference_step import RESULT_COLUMNS, kept_and_finish
 from specgen.models.target import Target
 from specgen.types import Draft, Layout, Request
 
@@ -104,6 +105,10 @@ class Engine:
         self.in_flight: deque[InFlight] = deque()
         self.times = StepTimes()
         self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
+        self._result = torch.zeros(max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
+        self._scratch_slots = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
+        use_graphs = self.device.type == "cuda" and engine.cuda_graphs != "off"
+        self.graphs = StepGraphs(self.device) if use_graphs else None
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
         self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
@@ -176,6 +181,8 @@ class Engine:
     def close(self) -> None:
         """Give back KV and drafter state; the target stays loaded."""
         self.in_flight.clear()
+        if self.graphs is not None:
+            self.graphs.close()
         self.drafter.close()
         self.pool = None
 
@@ -187,28 +194,44 @@ class Engine:
         flight = InFlight(batch, [], None, None)
         if batch.decode and batch.slots is not None:
             buffer = self._results.take()
-            self.decode(batch.slots, batch.num_steps, batch.max_len, buffer.gpu)
-            buffer.copy_to_cpu(len(batch.decode))
+            self._launch_decode(batch)
+            n = len(batch.decode)
+            if buffer.gpu is not buffer.cpu:
+                buffer.fetch(self._result, n)
+            else:
+                buffer.np[:n] = self._result[:n].numpy()
             flight.decode_result = buffer
         if batch.chunks:
             self._launch_prefill(batch.chunks, flight)
         return flight
 
+    def _launch_decode(self, batch: Batch) -> None:
+        """The decode step of a batch: eager on the exact rows, or the graph of its bucket, padded with scratch rows."""
+        assert batch.slots is not None
+        n, steps = len(batch.decode), batch.num_steps
+        if self.graphs is None:
+            self.decode(batch.slots[:n], steps, batch.max_len, self._result)
+            return
+        bucket, context = bucket_of(n, self.max_batch), context_of(batch.max_len, self.max_length + self.reserve)
+        slots, scratch = batch.slots[:bucket], self._scratch_slots[:bucket]
+        self.graphs.run(
+            (bucket, steps, tuple(sorted(self.features)), context),
+            lambda: self.decode(slots, steps, context, self._result),
+            lambda: self.decode(scratch, steps, context, self._result),
+        )
+
     def _step_rows(self, slots: Tensor, max_len: int) -> StepRows:
         """Rows of the step; a dead row becomes slot 0, so that what it writes goes to scratch."""
-        alive = self.rows.alive.index_select(0, slots) > 0
-        slots = slots * alive
-        ints = self.rows.ints.index_select(0, slots)
+        slots, ints, floats, table = ops.begin_step(slots, self.rows.ints, self.rows.floats, self.pages.device_table)
         return StepRows(
             slots=slots,
             length=ints[:, 1],
             root=ints[:, 2],
-            alive=alive,
-            block_table=self.pages.device_table.index_select(0, slots),
+            block_table=table,
             max_len=max_len,
             page_size=self.config.page_size,
             last_position=self.max_length - 1,
-            sampling=sampling_rows(self.rows, slots, self.features, self.vocab_limit),
+            sampling=sampling_rows(ints, floats, self.features, self.vocab_limit),
         )
 
     def decode(self, slots: Tensor, num_steps: int, max_len: int, result: Tensor) -> None:
@@ -216,80 +239,36 @@ class Engine:
         rows = self._step_rows(slots, max_len)
         draft = self.drafter.propose(rows, num_steps) if num_steps else None
         hidden, y = self._verify(rows, draft)
-        path, accepted, child_at_end, proposed = self._accept(rows, draft, y)
-        tokens = committed_tokens(y, path, accepted)
-        ints = self.rows.ints.index_select(0, rows.slots)
-        kept, finish = kept_and_finish(tokens, accepted, rows.alive, ints[:, 3], ints[:, 4], rows.length, self.max_length, ints[:, 9:])
-        self._commit(rows, ints, tokens, accepted, finish)
-        if draft is not None:
-            if draft.parents is not None:
-                ops.compact_kv(self.pool.k, self.pool.v, rows.block_table, rows.length, path, accepted, rows.page_size)
-            self._observe(rows, draft, tokens, path, accepted, hidden)
-        batch = slots.shape[0]
-        columns = (rows.alive, accepted, kept, finish, proposed, child_at_end)
-        for index, column in enumerate(columns):
-            result[:batch, index].copy_(column)
-        result[:batch, RESULT_COLUMNS : RESULT_COLUMNS + tokens.shape[1]].copy_(tokens)
+        tokens, accepted, count, path = self._commit(rows, draft, y, result)
+        if draft is None:
+            return
+        if path is not None:
+            ops.compact_kv(self.pool.k, self.pool.v, rows.block_table, rows.length, path, accepted, rows.page_size)
+        sampling = moved(rows.sampling, accepted + 1) if "sampled" in self.features else rows.sampling
+        self.drafter.observe(rows, AcceptedRows(tokens, path, accepted, count, hidden, draft.token_ids.shape[1] + 1, sampling))
 
     def _verify(self, rows: StepRows, draft: Draft | None) -> tuple[Any, Tensor]:
         """The target over root and drafts: (hidden states of B x D nodes, y [B, D])."""
-        if draft is None:
-            tokens, nodes, path = rows.root[:, None], 1, None
-            depth = self._depths[:1]
+        tokens = rows.root[:, None] if draft is None else torch.cat([rows.root[:, None], draft.token_ids], 1)
+        nodes = tokens.shape[1]
+        depth = self._depths[:nodes] if draft is None or draft.depth is None else draft.depth
+        if draft is None or draft.path is None:
+            layout = rows.place(nodes)
         else:
-            tokens = torch.cat([rows.root[:, None], draft.token_ids], 1)
-            nodes, path = tokens.shape[1], draft.path
-            depth = self._depths[:nodes] if draft.depth is None else draft.depth
-        slots = rows.window_slots(rows.length, self._nodes[:nodes])
-        layout = rows.layout(rows.length, nodes, slots, rows.length[:, None] + depth, path)
+            layout = rows.place(nodes, depth=draft.depth, path=draft.path)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
-        logits = self.target.logits(hidden.last)
-        return hidden, draw(logits, rows.sampling, depth)
+        return hidden, draw(self.target.logits(hidden.last), rows.sampling, depth)
 
-    def _accept(self, rows: StepRows, draft: Draft | None, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(path [B, S+1], accepted [B], child_at_end [B], depths with a node [B]), nodes past the context limit counted as absent."""
+    def _commit(self, rows: StepRows, draft: Draft | None, y: Tensor, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Accept, trim, advance the rows that go on and let the others die, on the device (``kernels.reference_step.finish_step``)."""
+        common: dict[str, Any] = dict(max_length=self.max_length, result=result)
         if draft is None:
-            zero = torch.zeros_like(rows.length)
-            return zero[:, None], zero, zero, zero
+            return ops.finish_step(y, rows.slots, self.rows.ints, **common)
         if draft.parents is None:
-            path, accepted, child = ops.chain_walk(draft.token_ids, draft.valid, y)
-        else:
-            assert draft.path is not None
-            path, accepted, child = ops.tree_walk(draft.token_ids, draft.first_child, draft.next_sibling, y, draft.path.shape[2] - 1)
-        # A node at depth d stands at position L + d; the highest legal position is max_length - 1.
-        room = (self.max_length - 1) - rows.length
-        proposed = torch.minimum(draft_depth(draft), room)
-        accepted = torch.minimum(accepted, room)
-        child = child.bool() & (accepted < room)
-        path = torch.where(self._depths[: path.shape[1]] <= accepted[:, None], path, -1)
-        return path, accepted, child, proposed
-
-    def _commit(self, rows: StepRows, ints: Tensor, tokens: Tensor, accepted: Tensor, finish: Tensor) -> None:
-        """Advance the rows that go on; a row that ended dies here, on the device."""
-        going = rows.alive & (finish == 0)
-        count = (accepted + 1) * going
-        root = tokens.gather(1, accepted.long()[:, None])[:, 0]
-        new = ints.clone()
-        new[:, 0] = going
-        new[:, 1] += count
-        new[:, 2] = torch.where(going, root, ints[:, 2])
-        new[:, 3] += count
-        self.rows.ints.index_copy_(0, rows.slots, new)
-
-    def _observe(self, rows: StepRows, draft: Draft, tokens: Tensor, path: Tensor, accepted: Tensor, hidden: Any) -> None:
-        valid = (self._depths[: tokens.shape[1]] <= accepted[:, None]) & rows.alive[:, None]
-        self.drafter.observe(
-            rows,
-            AcceptedRows(
-                tokens=tokens,
-                path=None if draft.parents is None else path,
-                accepted=accepted,
-                valid=valid,
-                hidden=hidden,
-                num_nodes=draft.token_ids.shape[1] + 1,
-                sampling=moved(rows.sampling, accepted + 1),
-            ),
-        )
+            return ops.finish_step(y, rows.slots, self.rows.ints, drafted=draft.token_ids, valid=draft.valid, **common)
+        assert draft.path is not None
+        path, accepted, child = ops.tree_walk(draft.token_ids, draft.first_child, draft.next_sibling, y, draft.path.shape[2] - 1)
+        return ops.finish_step(y, rows.slots, self.rows.ints, walk=(path, accepted, child, draft_depth(draft)), **common)
 
     # -- prefill --------------------------------------------------------------------------------------------------------------------------
 
@@ -320,11 +299,11 @@ class Engine:
         """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2])."""
         logits = self.target.logits(hidden.last.index_select(0, staged.final_last))
         slots = staged.final_slots
-        sampling = sampling_rows(self.rows, slots, self.features, self.vocab_limit)
+        ints = self.rows.ints.index_select(0, slots)
+        sampling = first_sampling(ints, self.rows.floats.index_select(0, slots), self.features, self.vocab_limit)
         sampled = draw(logits, sampling, self._depths[:1])
         # A resumed row samples nothing: its backup, the last token it had, is its root.
         root, count = ops.next_token_ids_padded(sampled, staged.discard, staged.backup, self.vocab_limit)
-        ints = self.rows.ints.index_select(0, slots)
         fresh = ~staged.discard
         length = staged.final_lengths
         _, finish = kept_and_finish(sampled, torch.zeros_like(root), fresh, ints[:, 3], ints[:, 4], length - 1, self.max_length, ints[:, 9:])
@@ -340,7 +319,6 @@ class Engine:
             slots=slots,
             length=length,
             root=root,
-            alive=finish == 0,
             block_table=self.pages.device_table.index_select(0, slots),
             max_len=staged.max_len + 1,
             page_size=self.config.page_size,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from specgen.draft.base import SamplingRows
-from specgen.engine.rows import DeviceRows
 from specgen.kernels import ops
 from specgen.types import SamplingParams
 
@@ -24,20 +23,14 @@ def features_of(params: SamplingParams) -> frozenset[str]:
     return frozenset(found)
 
 
-def sampling_rows(rows: DeviceRows, slots: Tensor, features: frozenset[str], vocab_limit: int) -> SamplingRows:
-    """Gather the parameters of B slots [B] int64; t is the noise position of the token after each root."""
-    ints = rows.ints.index_select(0, slots)
-    floats = rows.floats.index_select(0, slots)
-    return SamplingRows(
-        temperature=floats[:, 0],
-        top_k=ints[:, 6],
-        top_p=floats[:, 1],
-        min_p=floats[:, 2],
-        keys=ints[:, 7:9],
-        t=ints[:, 5] + ints[:, 3],
-        features=features,
-        vocab_limit=vocab_limit,
-    )
+def sampling_rows(ints: Tensor, floats: Tensor, features: frozenset[str], vocab_limit: int) -> SamplingRows:
+    """The parameters of B rows from what ``ops.begin_step`` gathered: ints [B, 7] int32, floats [B, 3] float32."""
+    return SamplingRows(floats[:, 0], ints[:, 4], floats[:, 1], floats[:, 2], ints[:, 5:7], ints[:, 3], features, vocab_limit)
+
+
+def first_sampling(line: Tensor, floats: Tensor, features: frozenset[str], vocab_limit: int) -> SamplingRows:
+    """The same from whole lines of ``DeviceRows.ints`` [F, .]: for prefills, whose rows are not alive yet."""
+    return SamplingRows(floats[:, 0], line[:, 6], floats[:, 1], floats[:, 2], line[:, 7:9], line[:, 5] + line[:, 3], features, vocab_limit)
 
 
 def moved(sampling: SamplingRows, by: Tensor) -> SamplingRows:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from specgen.engine.accept import FINISH_NAMES, NON_FINITE, STOP
 from specgen.engine.buffers import BufferRing
 from specgen.engine.memory import PageTable, ceil_to_page
 from specgen.engine.rows import DeviceRows
 from specgen.engine.text import OutputText
+from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
 from specgen.types import Request
 
-# Columns of a step's result matrix, before the committed tokens.
-ALIVE, ACCEPTED, KEPT, FINISH, DRAFT_DEPTH, CHILD_AT_END, RESULT_COLUMNS = 0, 1, 2, 3, 4, 5, 6
+# A step's finish codes, by number (``kernels.reference_step``).
+FINISH_NAMES = (None, "stop", "length", "context", "error")
 
 
 @dataclass
@@ -89,7 +89,8 @@ class Scheduler:
         self._slot_array = np.zeros(max_batch, np.int64)
         self._committed_rows = np.zeros(max_batch, np.int64)
         self._slot_ring = BufferRing(3, max_batch, dtype=torch.int64, device=device)
-        self._device_slots: torch.Tensor | None = None
+        # One device tensor for the engine's life: captured steps read it, and copies to it are ordered by the stream.
+        self._device_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._decode: tuple[tuple[int, Request, int], ...] = ()
         self._changed = True
 
@@ -194,7 +195,9 @@ class Scheduler:
         if self._changed:
             buffer = self._slot_ring.take()
             buffer.np[:n] = self._slot_array[:n]
-            self._device_slots = buffer.copy_to_gpu(n)
+            buffer.np[n:] = 0  # rows that pad a bucket are scratch
+            self._device_slots.copy_(buffer.cpu, non_blocking=True)
+            buffer.mark()
             self._decode = tuple((r.slot, r, r.epoch) for r in self.running)
             self._changed = False
         batch.decode, batch.slots = self._decode, self._device_slots

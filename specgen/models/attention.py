@@ -134,9 +134,7 @@ def paged_attention(
     ops.write_kv(k, v, k_pool, v_pool, specgen_context.layout.slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q = query[0].transpose(0, 1).contiguous()
-    out = attend(
-        q, k_pool, v_pool, specgen_context.layout, specgen_context.pool.page_size, scale, sliding_window or 0, softcap or 0.0, s_aux
-    )
+    out = attend(q, k_pool, v_pool, specgen_context.layout, specgen_context.pool.page_size, scale, sliding_window or 0, softcap or 0.0, s_aux)
     return out.unsqueeze(0), None
 
 

@@ -4,8 +4,8 @@ Boundary: a layer knows its weights, a ``Layout`` and its slice of a KV pool. It
 both the fused target and the drafters are built from it.
 
 The residual stream is carried as (x, residual): its value is x + residual, and the next norm performs the addition. One layer is
-``normed, residual = input_norm(layer, x, residual)`` then ``x, residual = run_layer(layer, normed, residual, ...)``; a drafter whose attention input is
-something else (EAGLE: un-normed; EAGLE-3: [norm(embedding), norm(hidden)]) makes that input itself and calls ``run_layer`` alone.
+``normed, residual = input_norm(layer, x, residual)`` then ``x, residual = run_layer(layer, normed, residual, ...)``; a drafter whose attention
+input is something else (EAGLE: un-normed; EAGLE-3: [norm(embedding), norm(hidden)]) makes that input itself and calls ``run_layer`` alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ACTIVATIONS = {"silu": ops.silu_mul, "swish": ops.silu_mul, "gelu_pytorch_tanh":
 class LayerSpec:
     """Shape and options of one layer.
 
-    ``attn_input_size`` is the width the QKV matmul reads (0 = hidden_size). ``window`` keys are visible, self included (0 = all). ``plus_one``: norms
-    multiply by 1 + weight (Gemma), ``sandwich``: attention and MLP outputs are normed before they join the stream. ``input_norm`` False: the layer has no
-    ``input_layernorm`` weight (EAGLE).
+    ``attn_input_size`` is the width the QKV matmul reads (0 = hidden_size). ``window`` keys are visible, self included (0 = all). ``plus_one``:
+    norms multiply by 1 + weight (Gemma). ``sandwich``: attention and MLP outputs are normed before they join the stream. ``input_norm`` False: the
+    layer has no ``input_layernorm`` weight (EAGLE).
     """
 
     hidden_size: int

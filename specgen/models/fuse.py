@@ -1,7 +1,7 @@
 """Which targets run on our own forward, and with which layers.
 
-Boundary: reads a transformers config and returns a ``Plan`` or the reason why there is none. It loads nothing and runs nothing. Anything a plan cannot
-express exactly must be a reason: the model then runs unfused, on transformers' own forward, and the log says so.
+Boundary: reads a transformers config and returns a ``Plan`` or the reason why there is none. It loads nothing and runs nothing. Anything a plan
+cannot express exactly must be a reason: the model then runs unfused, on transformers' own forward, and the log says so.
 """
 
 from __future__ import annotations

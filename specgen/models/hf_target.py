@@ -1,13 +1,12 @@
 """The unfused target: a transformers model run through the registered attention function.
 
-Boundary: takes a loaded ``PreTrainedModel`` of any architecture and makes it a ``Target``. It reads no checkpoint. Found by probing, not by a table of
-families: the layers, the final norm and the cache shape of each layer. What cannot be found is refused at once, with its name.
+Boundary: takes a loaded ``PreTrainedModel`` of any architecture and makes it a ``Target``. It reads no checkpoint. The layers, the final norm and
+the cache shape of each layer are found by probing, not by a table of families. What cannot be found is refused at once, with its name.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from specgen.errors import CheckpointError
 from specgen.models.attention import ATTENTION_NAME, AttentionContext, KvPool
 from specgen.models.rope import frequencies, rope_parameters
-from specgen.models.target import Hidden, Target
+from specgen.models.target import Hidden, Placement, Target
 from specgen.types import Layout
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm", "embedding_norm", "layer_norm")
@@ -30,15 +29,15 @@ class HfTarget(Target):
 
     fused = False
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, max_length: int, eos_ids: Sequence[int], reason: str) -> None:
-        """``model``: on ``device``, loaded with the registered attention. Raises CheckpointError when a layer has no pageable attention."""
-        super().__init__(model.config, device, dtype, max_length, eos_ids)
+    def __init__(self, model: PreTrainedModel, place: Placement, reason: str) -> None:
+        """``model``: on the device, loaded with the registered attention. Raises CheckpointError when a layer has no pageable attention."""
+        super().__init__(model.config, place)
         self.unfused_reason = reason
         self.model = model.eval().requires_grad_(False)
         self.base: Any = model.base_model
         if self.base is model:
             raise CheckpointError(f"{type(model).__name__} has no base model under its head")
-        freeze_rotary(self.base, model.config, max_length)
+        freeze_rotary(self.base, model.config, place.max_length)
         self._head_shell = _head_only(model)
         self._wanted: frozenset[int] = frozenset()
         self._states: dict[int, Tensor] = {}
@@ -73,12 +72,14 @@ class HfTarget(Target):
         absent = [index for index in range(self.num_layers) if index not in context.seen]
         if absent:
             raise CheckpointError(
-                f"{type(self.model).__name__}: layers {absent} keep no key-value cache that can be paged and rolled back; this architecture cannot run here"
+                f"{type(self.model).__name__}: layers {absent} keep no key-value cache that can be paged and rolled back; "
+                "this architecture cannot run here"
             )
         window = getattr(self.config, "sliding_window", None)
         if window and window < self.max_length and not context.windowed:
             raise CheckpointError(
-                f"{type(self.model).__name__} applies its sliding window in a mask only, which a paged cache cannot see: set model.max_length to {window} or less"
+                f"{type(self.model).__name__} applies its sliding window in a mask only, which a paged cache cannot see: "
+                f"set model.max_length to {window} or less"
             )
         return tuple(context.seen[index] for index in range(self.num_layers))
 
@@ -92,7 +93,9 @@ class HfTarget(Target):
         ids = (torch.arange(sum(chunks), device=self.device, dtype=torch.int32) * 37 + 11) % self.vocab_size
         positions = torch.cat([torch.arange(n, device=self.device, dtype=torch.int32) for n in chunks])
         table = torch.arange(1, 7, device=self.device, dtype=torch.int32).view(2, 3)
-        slots = torch.cat([table.repeat_interleave(4, 1)[row, :n].long() * 4 + torch.arange(n, device=self.device) % 4 for row, n in enumerate(chunks)])
+        slots = torch.cat(
+            [table.repeat_interleave(4, 1)[row, :n].long() * 4 + torch.arange(n, device=self.device) % 4 for row, n in enumerate(chunks)]
+        )
         cu_q = torch.tensor([0, 9, 14], device=self.device, dtype=torch.int32)
         layout = Layout(positions, slots, table, torch.zeros_like(table[:, 0]), 9, 9, cu_q=cu_q)
         got = self.forward(ids, layout, self.make_pool(7, 4)).last.float()
@@ -105,7 +108,8 @@ class HfTarget(Target):
         error = float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp(min=1e-6)).median())
         if not error < TOLERANCE:
             raise CheckpointError(
-                f"{type(self.model).__name__}: the paged forward differs from transformers' own by {error:.2f} (relative); this architecture cannot run here"
+                f"{type(self.model).__name__}: the paged forward differs from transformers' own by {error:.2f} (relative); "
+                "this architecture cannot run here"
             )
 
     @property
@@ -191,6 +195,6 @@ def freeze_rotary(base: nn.Module, config: Any, max_length: int) -> None:
             continue
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         inv_freq, factor = frequencies(rope_parameters(config), head_dim, max_length, config.max_position_embeddings)
-        module.inv_freq.copy_(inv_freq.to(module.inv_freq.device))  # type: ignore[operator, union-attr]
+        module.inv_freq.copy_(inv_freq)  # type: ignore[operator, union-attr]
         module.attention_scaling = factor  # type: ignore[assignment]
         module.rope_type = "default"  # type: ignore[assignment]

@@ -1,7 +1,7 @@
 """From a checkpoint to a ``Target``.
 
-Boundary: folders, tensor files and configs in, a loaded model out. It runs no forward beyond the unfused target's probe, and knows nothing of drafters:
-they read their own tensors with ``weights.read_tensors``.
+Boundary: folders, tensor files and configs in, a loaded model out. It runs no forward beyond the unfused target's checks, and knows nothing of
+drafters: they read their own tensors with ``read_tensors``.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from specgen.config import ModelConfig
 from specgen.errors import CapacityError, CheckpointError, ConfigError, SpecgenError
 from specgen.models.attention import ATTENTION_NAME
-from specgen.models.fuse import LAYER_TYPES, NotFusable, Plan, plan_for
+from specgen.models.fuse import FAMILIES, LAYER_TYPES, NotFusable, Plan, plan_for
 from specgen.models.hf_target import HfTarget
 from specgen.models.rope import SUPPORTED, reachable_length, rope_parameters
-from specgen.models.target import FusedTarget, Target
+from specgen.models.target import FusedTarget, Placement, Target
 from specgen.models.weights import TensorFiles, local_folder, read_tensors
 
 log = logging.getLogger(__name__)
@@ -33,11 +35,13 @@ EMBEDDED = Path(__file__).resolve().parents[1] / "embedded" / "family" / "target
 DUMMY_SEED = 0
 
 
-def load_target(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype | str = "auto", fuse: bool = True) -> Target:
+def load_target(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype | str = "auto", fuse: bool = True, extend: bool = False) -> Target:
     """Load the target named by ``cfg`` onto ``device``.
 
-    ``dtype``: a torch dtype, or a name as in ``model.dtype``; ``auto`` is the checkpoint's own. ``fuse`` False keeps transformers' forward. Raises
-    CheckpointError (missing folder, missing or unexpected tensors, an architecture that cannot run), CapacityError (weights do not fit), ConfigError.
+    ``dtype``: a torch dtype, or a name as in ``model.dtype``; ``auto`` is the checkpoint's own. ``fuse`` False keeps transformers' forward.
+    ``extend``: a ``max_length`` beyond the trained positions is allowed, with a warning (a draft model must follow its target: its guesses there are
+    poor, the text is the same). Raises CheckpointError (missing folder, missing or unexpected tensors, an architecture that cannot run),
+    CapacityError (weights do not fit) and ConfigError.
     """
     device = torch.device(device)
     config, folder = load_config(cfg)
@@ -45,17 +49,15 @@ def load_target(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype
     files = None if dummy else TensorFiles(folder)
     refuse_unsupported(config, str(cfg.path or folder))
     chosen = dtype if isinstance(dtype, torch.dtype) else resolve_dtype(dtype, config, files, device)
-    max_length = resolve_max_length(cfg.max_length, config)
-    eos_ids = read_eos_ids(folder, config)
+    place = Placement(device, chosen, resolve_max_length(cfg.max_length, config, extend), read_eos_ids(folder, config))
     try:
         plan, reason = (plan_for(config), "") if fuse else (None, "fusing is turned off")
     except NotFusable as why:
         plan, reason = None, str(why)
-    common = dict(device=device, dtype=chosen, max_length=max_length, eos_ids=eos_ids)
     if plan is not None:
-        return load_fused(config, plan, files, folder, **common)
+        return load_fused(config, plan, files, folder, place)
     log.info("%s runs unfused, on transformers' own forward: %s", folder, reason)
-    return load_unfused(config, files, folder, cfg.trust_remote_code, reason, **common)
+    return load_unfused(config, files, folder, place, reason, cfg.trust_remote_code)
 
 
 def load_config(cfg: ModelConfig) -> tuple[PretrainedConfig, Path]:
@@ -95,7 +97,7 @@ def refuse_unsupported(config: PretrainedConfig, name: str) -> None:
 
 
 def resolve_dtype(name: str, config: PretrainedConfig, files: TensorFiles | None, device: torch.device) -> torch.dtype:
-    """The torch dtype of ``model.dtype``; ``auto``: the config's, else that of the first floating tensor, else bfloat16 on CUDA and float32 on a CPU."""
+    """The torch dtype of ``model.dtype``; ``auto``: the config's, else the first floating tensor's, else bfloat16 on CUDA, float32 on a CPU."""
     if name != "auto":
         return getattr(torch, name)
     found = getattr(config, "dtype", None)
@@ -106,8 +108,8 @@ def resolve_dtype(name: str, config: PretrainedConfig, files: TensorFiles | None
     return found or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-def resolve_max_length(wanted: int | None, config: PretrainedConfig) -> int:
-    """``model.max_length``, else the config's. Raises ConfigError for more than the positions the model was made for."""
+def resolve_max_length(wanted: int | None, config: PretrainedConfig, extend: bool = False) -> int:
+    """``model.max_length``, else the config's. Raises ConfigError for more than the positions the model was made for, unless ``extend``."""
     trained = getattr(config, "max_position_embeddings", None)
     if trained is None:
         if wanted is None:
@@ -115,7 +117,9 @@ def resolve_max_length(wanted: int | None, config: PretrainedConfig) -> int:
         return wanted
     params = rope_parameters(config)
     reach = reachable_length(params, trained) if params["rope_type"] in SUPPORTED else trained
-    if wanted is not None and wanted > reach:
+    if wanted is not None and wanted > reach and extend and config.model_type in FAMILIES:
+        log.warning("%s was made for %d positions and may run to %d: drafts beyond are poor", config.model_type, reach, wanted)
+    elif wanted is not None and wanted > reach:
         raise ConfigError(f"model.max_length={wanted} is more than the model's {reach} positions: set model.max_length to {reach} or less")
     return wanted or trained
 
@@ -135,26 +139,22 @@ def read_eos_ids(folder: Path, config: PretrainedConfig) -> tuple[int, ...]:
 # ---- fused
 
 
-def load_fused(
-    config: PretrainedConfig, plan: Plan, files: TensorFiles | None, folder: Path, device: torch.device, dtype: torch.dtype, max_length: int, eos_ids: Any
-) -> FusedTarget:
+def load_fused(config: PretrainedConfig, plan: Plan, files: TensorFiles | None, folder: Path, place: Placement) -> FusedTarget:
     """Allocate the fused target on the device and write each tensor of the files into its place, merged weights included; None = random weights."""
-    shape_only = FusedTarget(config, plan, torch.device("meta"), dtype, max_length, eos_ids)
-    views = shape_only.views()
-    check_memory(sum(v.numel() * dtype.itemsize for v in views.values()), device, folder)
+    views = FusedTarget(config, plan, replace(place, device=torch.device("meta"))).views()
+    check_memory(sum(view.numel() for view in views.values()) * place.dtype.itemsize, place.device, folder)
     if files is None:
-        target = FusedTarget(config, plan, device, dtype, max_length, eos_ids)
+        target = FusedTarget(config, plan, place)
         fill_random(target.views(), config, plus_one=plan.layers[0].plus_one)
         return target
     names = check_names(files, views, config)
-    target = FusedTarget(config, plan, device, dtype, max_length, eos_ids)
+    target = FusedTarget(config, plan, place)
     files.copy_into({names[name]: view for name, view in target.views().items()})
-    head = names.get("lm_head.weight") or ("lm_head.weight" if "lm_head.weight" in files.names else None)
-    if head is not None and "lm_head.weight" not in views:
-        separate = read_tensors(folder, names=[head], device=device, dtype=dtype)[head]
-        if not torch.equal(separate, target.embed_weight):
+    if "lm_head.weight" in names and "lm_head.weight" not in views:
+        head = read_tensors(folder, names=[names["lm_head.weight"]], device=place.device, dtype=place.dtype)[names["lm_head.weight"]]
+        if not torch.equal(head, target.embed_weight):
             log.warning("%s: the config ties lm_head to the embedding, but the files hold a different lm_head; the files' one is used", folder)
-            target.untie(separate)
+            target.untie(head)
     return target
 
 
@@ -212,32 +212,16 @@ def fill_random(views: Mapping[str, Tensor], config: PretrainedConfig, plus_one:
 
 
 def load_unfused(
-    config: PretrainedConfig,
-    files: TensorFiles | None,
-    folder: Path,
-    trust_remote_code: bool,
-    reason: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_length: int,
-    eos_ids: Any,
+    config: PretrainedConfig, files: TensorFiles | None, folder: Path, place: Placement, reason: str, trust_remote_code: bool
 ) -> HfTarget:
     """transformers' model with the registered attention; None for ``files`` = random weights from a fixed seed."""
-    options: dict[str, Any] = dict(dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = dict(dtype=place.dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=trust_remote_code)
     try:
         with torch.device("meta"):
             shape_only = AutoModelForCausalLM.from_config(config, **options)
-        check_memory(sum(p.numel() * p.element_size() for p in shape_only.parameters()), device, folder)
-        if files is None:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
-                torch.manual_seed(DUMMY_SEED)
-                model = AutoModelForCausalLM.from_config(config, **options)
-        else:
-            model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
-            wrong = [str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()]
-            extra = sorted(name for name in info["unexpected_keys"] if not known_extra(name, config.num_hidden_layers))
-            report_names(folder, sorted({*info["missing_keys"], *wrong}), extra)
-        target = HfTarget(model.to(device), device, dtype, max_length, eos_ids, reason)
+        check_memory(sum(p.numel() * p.element_size() for p in shape_only.parameters()), place.device, folder)
+        model = dummy_model(config, place, options) if files is None else transformers_model(config, folder, options)
+        target = HfTarget(model.to(place.device), place, reason)
         target.check()
         return target
     except SpecgenError:
@@ -245,19 +229,50 @@ def load_unfused(
     except Exception as error:
         # Any architecture may come through here, remote code included: what it raises is about the checkpoint, not about us.
         if ATTENTION_NAME in str(error):
-            raise CheckpointError(f"{folder}: {config.model_type} has its own table of attention functions, so it cannot run on a paged cache") from error
+            raise CheckpointError(
+                f"{folder}: {config.model_type} has its own table of attention functions, so it cannot run on a paged cache"
+            ) from error
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{folder}: {config.model_type} cannot be loaded or run ({type(error).__name__}: {text})") from error
 
 
-def check_memory(needed: int, device: torch.device, folder: Path) -> None:
-    """Raise CapacityError when the weights are larger than the device's free memory (on a CPU: the memory the kernel calls available)."""
-    free: int | None = None
+def dummy_model(config: PretrainedConfig, place: Placement, options: dict[str, Any]) -> Any:
+    """The architecture's own initialisation from a fixed seed, made on the device."""
+    with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), torch.device(place.device):
+        torch.manual_seed(DUMMY_SEED)
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def transformers_model(config: PretrainedConfig, folder: Path, options: dict[str, Any]) -> Any:
+    """The checkpoint loaded by transformers, quietly. Raises CheckpointError for tensors missing, unexpected or of another shape."""
+    verbosity, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True, **options)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+    model, info = loaded
+    wrong = [str(entry[0] if isinstance(entry, tuple) else entry) for entry in info.get("mismatched_keys") or ()]
+    extra = sorted(name for name in info["unexpected_keys"] if not known_extra(name, config.num_hidden_layers))
+    report_names(folder, sorted({*info["missing_keys"], *wrong}), extra)
+    return model
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Free bytes of the device; on a CPU what the kernel calls available; None where it cannot be told."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    elif (meminfo := Path("/proc/meminfo")).is_file():
-        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        free = int(found.group(1)) * 1024 if found else None
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
+    return int(found.group(1)) * 1024 if found else None
+
+
+def check_memory(needed: int, device: torch.device, folder: Path) -> None:
+    """Raise CapacityError when weights of ``needed`` bytes are larger than the device's free memory."""
+    free = free_memory(device)
     if free is not None and needed > free:
         raise CapacityError(
             f"{folder}: the weights take {needed / 2**30:.1f} GiB and {device} has {free / 2**30:.1f} GiB free: use a smaller model.dtype or device"

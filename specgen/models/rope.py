@@ -74,7 +74,8 @@ def frequencies(params: Mapping[str, Any], head_dim: int, max_length: int, max_p
         raise CheckpointError("multi-axis rotary positions (mrope_section) are not supported: use a text-only checkpoint")
     if kind == "dynamic" and max_length > max_position:
         raise ConfigError(
-            f"dynamic rotary scaling changes old keys beyond {max_position} positions: set model.max_length to {max_position} or less (got {max_length})"
+            f"dynamic rotary scaling changes old keys beyond {max_position} positions (got {max_length}): "
+            f"set model.max_length to {max_position} or less"
         )
     if kind in ("default", "dynamic"):
         rotated = int(head_dim * params.get("partial_rotary_factor", 1.0))

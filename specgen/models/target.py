@@ -1,14 +1,13 @@
 """The target: token ids and a layout in, hidden states out; hidden states in, logits out.
 
 Boundary: weights are already loaded (``loader.py``); it knows nothing of requests, sampling, drafters or pages beyond the pool it is handed. Two
-implementations share the interface: ``FusedTarget`` (our layers, the families of ``fuse.py``) and ``HfTarget`` (any architecture of transformers whose
-attention goes through the registered function). No forward reads a tensor on the host.
+implementations share the interface: ``FusedTarget`` (our layers, the families of ``fuse.py``) and ``HfTarget`` (any architecture of transformers
+whose attention goes through the registered function). No forward reads a tensor on the host.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,19 +24,29 @@ from specgen.types import Layout
 
 @dataclass
 class Hidden:
-    """States of one forward, model dtype. last [T, E] after the final norm; prenorm [T, E] before it, or None; aux [T, n * E] in the order asked, or None."""
+    """States of one forward, model dtype: last [T, E] after the final norm, prenorm [T, E] before it, aux [T, n * E] in the order asked."""
 
     last: Tensor
     prenorm: Tensor | None = None
     aux: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a model runs. ``max_length`` bounds prompt + output; ``eos_ids`` end a row (possibly none)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int
+    eos_ids: tuple[int, ...] = ()
+
+
 class Target(ABC):
     """A loaded causal language model on one device.
 
-    ``fused`` tells which implementation it is; ``unfused_reason`` why, when it is not. ``deterministic`` (set by the engine; fused targets only) selects
-    batch-invariant kernels. ``eos_ids`` end a row; ``max_length`` bounds prompt + output.
-    Auxiliary id i is the residual stream after i layers (the input of layer i); i = num_layers is the state before the final norm.
+    ``fused`` tells which implementation it is, ``unfused_reason`` why it is not. ``deterministic`` (set by the engine; fused targets only) selects
+    batch-invariant kernels. Auxiliary id i is the residual stream after i layers (the input of layer i); i = num_layers is the state before the
+    final norm.
     """
 
     fused: bool
@@ -53,8 +62,8 @@ class Target(ABC):
     eos_ids: tuple[int, ...]
     kv_spec: tuple[KvShape, ...]
 
-    def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, max_length: int, eos_ids: Sequence[int]) -> None:
-        self.config, self.device, self.dtype, self.max_length, self.eos_ids = config, device, dtype, max_length, tuple(eos_ids)
+    def __init__(self, config: PretrainedConfig, place: Placement) -> None:
+        self.config, self.device, self.dtype, self.max_length, self.eos_ids = config, place.device, place.dtype, place.max_length, place.eos_ids
         self.vocab_size, self.hidden_size, self.num_layers = config.vocab_size, config.hidden_size, config.num_hidden_layers
 
     @property
@@ -94,22 +103,18 @@ class FusedTarget(Target):
 
     fused = True
 
-    def __init__(
-        self, config: PretrainedConfig, plan: Plan, device: torch.device, dtype: torch.dtype, max_length: int, eos_ids: Sequence[int]
-    ) -> None:
-        """Allocates every weight, unfilled (``device`` meta: for sizes and names only). A tied head starts as the embedding itself."""
-        super().__init__(config, device, dtype, max_length, eos_ids)
-        self.plan = plan
+    def __init__(self, config: PretrainedConfig, plan: Plan, place: Placement) -> None:
+        """Allocates every weight, unfilled (device meta: for sizes and names only). A tied head is the embedding itself."""
+        super().__init__(config, place)
+        self.plan, device, dtype = plan, place.device, place.dtype
         self.kv_spec = tuple(spec.kv_shape for spec in plan.layers)
         self.ropes: dict[str | None, RopeTable] = {
-            kind: config_rope_table(config, max_length, device, kind) for kind in dict.fromkeys(plan.rope_types)
+            kind: config_rope_table(config, place.max_length, device, kind) for kind in dict.fromkeys(plan.rope_types)
         }
         self._embed = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
         self._head = self._embed if config.tie_word_embeddings else torch.empty_like(self._embed)
         self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
-        self.layers = [
-            DecoderLayer.empty(spec, self.ropes[kind], device, dtype) for spec, kind in zip(plan.layers, plan.rope_types, strict=True)
-        ]
+        self.layers = [DecoderLayer.empty(spec, self.ropes[kind], device, dtype) for spec, kind in zip(plan.layers, plan.rope_types, strict=True)]
         # The scale is rounded to the model's dtype, as the checkpoint was trained.
         self._scale = None if plan.embed_scale is None else float(torch.tensor(plan.embed_scale, dtype=dtype))
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specgen.errors import CheckpointError
+from specgen.errors import CheckpointError, ConfigError
 
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 LAYOUTS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
@@ -25,12 +25,13 @@ FLOAT_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
 def local_folder(path: str, revision: str | None = None, weights: bool = True, code: bool = False) -> Path:
     """The local folder of a checkpoint: ``path`` itself, or a snapshot of the hub repository of that name at ``revision``.
 
-    Without ``weights`` only configuration and tokenizer files are fetched. Raises CheckpointError for a folder or repository that cannot be had.
+    Without ``weights`` only configuration and tokenizer files are fetched. Raises CheckpointError for a folder or repository that cannot be had,
+    ConfigError for a revision of a local folder.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise CheckpointError(f"{path} is a local folder and has no revisions: remove the revision or give a hub id")
+            raise ConfigError(f"{path} is a local folder and has no revisions: remove the revision or give a hub id")
         return folder
     if folder.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") > 1:
         raise CheckpointError(f"{path}: no such folder")
@@ -130,7 +131,7 @@ class TensorFiles:
         return next((t.dtype for path in sorted(bins) for t in self._pickle(path).values() if t.is_floating_point()), None)
 
     def visit(self, names: Iterable[str], use: Callable[[str, Tensor], None]) -> None:
-        """Call ``use(name, tensor)`` for each name, file by file; the tensor is mapped CPU memory and must be copied to be kept."""
+        """Call ``use(name, tensor)`` for each name, in file order; the tensor is mapped CPU memory and must be copied to be kept."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.names[name], []).append(name)
@@ -139,20 +140,57 @@ class TensorFiles:
                 for name in wanted:
                     use(name, self._pickle(path)[name])
                 continue
+            absent = [name for name in wanted if name not in self._headers]
+            if absent:
+                raise CheckpointError(f"{path}: the index promises {absent[0]}, the file does not hold it")
             with _open(path) as file:
-                held = set(file.keys())
-                for name in wanted:
-                    if name not in held:
-                        raise CheckpointError(f"{path}: the index promises {name}, the file does not hold it")
+                for name in sorted(wanted, key=lambda name: self._headers[name]["data_offsets"][0]):
                     use(name, file.get_tensor(name))
 
     def copy_into(self, views: Mapping[str, Tensor]) -> None:
-        """Copy each named tensor into its view (any device, any dtype; shapes must be equal)."""
+        """Copy each named tensor into its view (one device, any dtype; shapes must be equal)."""
+        if not views:
+            return
+        upload = Upload(next(iter(views.values())).device)
+        self.visit(views, lambda name, tensor: upload(views[name], tensor))
+        upload.wait()
 
-        def copy(name: str, tensor: Tensor) -> None:
-            views[name].copy_(tensor)
 
-        self.visit(views, copy)
+class Upload:
+    """Copies from mapped files to a device: through two pinned buffers on CUDA, so that reading one part and sending another overlap."""
+
+    def __init__(self, device: torch.device, chunk_bytes: int = 1 << 27, staged: bool | None = None) -> None:
+        """``staged``: copy by way of buffers (null: on CUDA only; a CPU target is written directly)."""
+        self.device, self.turn = device, 0
+        self.buffers: list[Tensor] = []
+        self.sent: list[torch.cuda.Event] = []
+        if device.type == "cuda" if staged is None else staged:
+            self.buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+        if device.type == "cuda":
+            self.sent = [torch.cuda.Event() for _ in self.buffers]
+
+    def __call__(self, view: Tensor, tensor: Tensor) -> None:
+        """Copy ``tensor`` (CPU) into ``view`` (contiguous, on the device, same shape, any dtype)."""
+        if not self.buffers:
+            view.copy_(tensor)
+            return
+        source, target = tensor.contiguous().view(-1), view.view(-1)
+        step = self.buffers[0].numel() // tensor.element_size()
+        for start in range(0, source.numel(), step):
+            part = source[start : start + step]
+            staging = self.buffers[self.turn][: part.numel() * part.element_size()].view(part.dtype)
+            if self.sent:
+                self.sent[self.turn].synchronize()  # the buffer's last content has left
+            staging.copy_(part)
+            target[start : start + step].copy_(staging, non_blocking=True)
+            if self.sent:
+                self.sent[self.turn].record(torch.cuda.current_stream(self.device))
+            self.turn = 1 - self.turn
+
+    def wait(self) -> None:
+        """Return once everything has arrived."""
+        for event in self.sent:
+            event.synchronize()
 
 
 def _open(path: Path) -> Any:

@@ -94,9 +94,9 @@ def config_record(config: Config) -> dict[str, Any]:
     return asdict(config)
 
 
-def environment_record(config: Config, fingerprints: dict[str, Any], device: Any = None) -> dict[str, Any]:
+def environment_record(config: Config, models: dict[str, Any], device: Any = None) -> dict[str, Any]:
     """The whole of ``environment.json``: the process, the configuration with its hash, and the fingerprints of the checkpoints by role."""
-    return {**environment(device), "config_hash": config_hash(config), "fingerprints": fingerprints, "config": config_record(config)}
+    return {**environment(device), "config": config_record(config), "config_hash": config_hash(config), "models": models}
 
 
 def config_hash(config: Config | dict[str, Any]) -> str:

@@ -82,9 +82,7 @@ def _head(stats: dict[str, Any]) -> list[str]:
     tiles.append((f"{stats['samples']:,}", f"samples of {stats['requests']:,} requests, {stats['errors']:,} errors"))
     if stats.get("lossless"):
         check = stats["lossless"]
-        tiles.append(
-            (f"{check['equal']} / {check['checked']}", f"replayed rows equal; {check['near_tie']} near-tie, {check['different']} different")
-        )
+        tiles.append((f"{check['equal']} / {check['checked']}", f"replayed rows equal; {check['near_tie']} near-tie, {check['different']} different"))
     cells = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for value, name in tiles)
     lines = [f"<h1>{escape(draft_name(stats))}</h1>", f'<p class="dim">target {escape(model_name(stats))}</p>', f'<div class="tiles">{cells}</div>']
     if stats.get("simulated"):

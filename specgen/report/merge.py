@@ -68,7 +68,7 @@ def _check_configurations(dirs: Sequence[Path], records: Sequence[dict[str, Any]
             changed = differences(records[0]["config"], record["config"])
             if changed:
                 raise ConfigError(f"{dirs[0]} and {folder} are not shards of one job: {'; '.join(changed)}")
-        for name in ("config_hash", "fingerprints"):
+        for name in ("config_hash", "models", "input"):
             if record.get(name) != records[0].get(name):
                 raise ConfigError(f"{dirs[0]} and {folder} are not shards of one job: their {name} in {ENVIRONMENT_NAME} differ")
 

@@ -109,7 +109,7 @@ class Tally:
             if fault is None:
                 self._add(row, counts)
         except (KeyError, TypeError) as error:
-            fault = f"field {error} is missing or of the wrong type"
+            fault = f"a field is missing or has the wrong type ({error})"
         if fault is not None:
             where = f"(index {row.get('index')}, sample {row.get('sample')}, id {row.get('id')!r})"
             raise DataError(f"row {where}: {fault}; the file was edited or damaged: remove that row and resume the run")
@@ -273,6 +273,9 @@ def build_stats(rows: Iterable[dict[str, Any]], run_info: dict[str, Any]) -> dic
     acceptance, groups, simulated = computed.pop("acceptance"), computed.pop("groups"), computed.pop("simulated")
     for name, score in (run_info.get("group_scores") or {}).items():
         groups.setdefault(name, Tally().figures(None, 0, 1))["score"] = score
+    if is_tree and draft.get("adaptive"):  # the size of its tree varies: its nodes are not known from D
+        for figures in (acceptance, *(group["acceptance"] for group in groups.values())):
+            figures["node_rate"] = None
     throughput = run_info.get("throughput")
     return {
         "schema": SCHEMA,

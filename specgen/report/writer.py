@@ -141,16 +141,17 @@ class RunWriter:
         elif self._sink is not None:
             self._sink.sync_if_due(self.notes)
 
-    def close(self) -> None:
+    def close(self, leave_empty: bool = True) -> None:
         """Make every row durable and release the folder (a lock handed in stays with the caller). May be called twice.
 
-        A run that appended nothing still leaves an empty ``generations.jsonl`` or ``generations/``, so that its folder can be read and resumed.
+        A run that appended nothing still leaves an empty ``generations.jsonl`` or ``generations/``, so that its folder can be read and resumed,
+        unless ``leave_empty`` is false (a job that failed before its first row leaves no results behind).
         """
         if self._closed:
             return
         self._closed = True
         try:
-            if self._sink is None and rows_format(self.folder) is None:
+            if self._sink is None and leave_empty and rows_format(self.folder) is None:
                 self._ready()
             if isinstance(self._sink, _Lines):
                 self._sink.close()
@@ -167,7 +168,7 @@ class RunWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self.close(leave_empty=error is None)
 
 
 class _Lines:
@@ -215,7 +216,7 @@ class _Lines:
         self._failure = storage_error(self._path, error, outcome)
         return self._failure
 
-    def close(self) -> None:
+    def close(self, leave_empty: bool = True) -> None:
         try:
             if self._dirty and self._failure is None:
                 self._sync()

@@ -1,0 +1,244 @@
+"""The command line: arguments -> checked jobs -> exit code.
+
+Boundary: everything is composed and checked here before ``hydra.main`` is entered, because Hydra makes folders before it calls anyone. Composition is
+``compose``, one job is ``launch``, the work itself is ``specgen.run``, imported when the first job starts; nothing below sees a DictConfig.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from specgen import __version__, folders, resuming
+from specgen.compose import composer, enter_hydra, folder_asked_for, options, searchpath_of, sweep_jobs, to_config
+from specgen.config import to_dict
+from specgen.errors import ConfigError, SpecgenError
+from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, debugging, defect, launch, one_line, say
+from specgen.overrides import Override, parse, plain_value, quoted, refuse_sweep
+from specgen.validate import validate
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from specgen.config import Config
+
+FLAGS = (("--help", "-h"), ("--version",), ("--hydra-help",), ("--resolve",), ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc"))
+
+
+def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> int:
+    """Run the command line and return the exit code. An error of the user is one line on stderr (``SPECGEN_DEBUG=1`` adds the traceback)."""
+    with _signals() as received:
+        try:
+            return _dispatch(list(sys.argv[1:] if argv is None else argv), runner or Specgen())
+        except SpecgenError as error:
+            if debugging():
+                traceback.print_exception(error)
+            say(one_line(error))
+            return 2
+        except KeyboardInterrupt:
+            return TERMINATED if signal.SIGTERM in received else INTERRUPTED
+        except BrokenPipeError:  # the reader of our output (head, less) has gone
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception:
+            return defect()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGTERM interrupts as SIGINT does; the list tells which it was."""
+    received: list[int] = []
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; settings are key=value, and python -m specgen --help lists the flags")
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = _Parser(prog="specgen", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for flags in FLAGS:
+        parser.add_argument(*flags, action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--info", "-i", const="all", nargs="?")
+    return parser.parse_intermixed_args(argv)
+
+
+def _dispatch(argv: list[str], runner: Runner) -> int:
+    args = _arguments(argv)
+    if args.help:
+        from specgen.usage import help_text
+
+        print(help_text(), end="")
+        return 0
+    if args.version:
+        print(f"specgen {__version__}")
+        return 0
+    if args.hydra_help or args.shell_completion or args.info or args.cfg in ("hydra", "all"):
+        return enter_hydra(argv, lambda cfg: None)
+    if any(text.startswith("merge=") for text in args.overrides):
+        return resuming.merge(args.overrides, runner)
+    plan = Plan.read(args)
+    if args.cfg:
+        return plan.show(args.package)
+    if any(o.key == "resume" for o in plan.overrides):
+        return plan.resume(runner)
+    return plan.sweep(runner) if plan.multirun else plan.run(runner)
+
+
+@dataclass
+class Plan:
+    """A command line that has been read: its overrides, and what they compose to (``base``: without those that are swept)."""
+
+    overrides: list[Override]
+    own: list[str]  # Hydra's overrides that --config-dir stands for
+    base: DictConfig
+    multirun: bool
+
+    @classmethod
+    def read(cls, args: argparse.Namespace) -> Plan:
+        """Parse and compose. Raises ConfigError."""
+        path = searchpath_of(args.config_dir, args.overrides)
+        own = [f"hydra.searchpath=[{','.join(quoted(root) for root in path)}]"] if path else []
+        overrides = parse(args.overrides, lambda group: options(group, path))
+        with composer() as compose:
+            base = compose([*own, *(o.text for o in overrides if not o.swept)])
+        multirun = args.multirun or str(base.hydra.mode).endswith("MULTIRUN")
+        if multirun:  # what a file says is swept, unless the command line says otherwise
+            given = {o.key for o in overrides}
+            filed = [f"{key}={value}" for key, value in (base.hydra.sweeper.get("params") or {}).items() if key not in given]
+            overrides = [*parse(filed, lambda group: options(group, path)), *overrides]
+        else:
+            for override in overrides:
+                refuse_sweep(override)
+        return cls(overrides, own, base, multirun)
+
+    @property
+    def texts(self) -> list[str]:
+        """The overrides as Hydra takes them."""
+        return [o.text for o in self.overrides]
+
+    def show(self, package: str | None) -> int:
+        """``--cfg job``: print the effective configuration."""
+        part: Any = to_dict(to_config(self.base, self.texts))
+        for name in package.split(".") if package else []:
+            if not isinstance(part, dict) or name not in part:
+                raise ConfigError(f"--package {package}: no such part of the configuration")
+            part = part[name]
+        print(folders.dump_yaml(part), end="")
+        return 0
+
+    def resume(self, runner: Runner) -> int:
+        """Go on with a run."""
+        if self.multirun:
+            raise ConfigError("resume= goes on with one job; leave out -m")
+        values = {o.key: plain_value(o) for o in self.overrides if not o.key.startswith("hydra.")}
+        return resuming.resume(values, _of_job(self.texts), runner)
+
+    def run(self, runner: Runner) -> int:
+        """One job."""
+        config = to_config(self.base, self.texts)
+        _validate(config, self.texts)
+        folder, made = folders.claim(folder_asked_for(self.base, config))
+        outcome = Outcome(folder, _of_job(self.texts), made)
+        place = ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(folder.absolute()))}"]
+        enter_hydra([*self.own, *self.texts, *place], lambda cfg: launch(cfg, outcome, runner))
+        if outcome.error is not None and outcome.exit_code == 2:
+            say(outcome.error)
+        return 1 if outcome.exit_code is None else outcome.exit_code
+
+    def sweep(self, runner: Runner) -> int:
+        """Every job of a sweep, after all of them have been checked."""
+        for o in self.overrides:
+            if o.swept and o.key == "output.dir":
+                raise ConfigError(f"output.dir={o.value}: it is the sweep's one folder, in which each job has its own; give one")
+        jobs = [[*self.own, *job] for job in sweep_jobs(self.texts)]
+        _check_jobs(jobs)
+        settings = [text for text in self.own + self.texts if not text.startswith(("hydra.mode=", "-m"))]
+        folder, _ = folders.claim(folder_asked_for(self.base, to_config(self.base, [])))
+        shown = [_of_job(job) for job in jobs]
+        outcomes = [Outcome(folder / name, job) for name, job in zip(folders.job_names(shown), shown, strict=True)]
+        try:
+            _run_all(settings, folder, outcomes, runner)
+        finally:
+            for outcome in outcomes:
+                if outcome.exit_code is None:
+                    outcome.error = "not run"
+            runner.write_sweep(folder, [outcome.row(folder) for outcome in outcomes])
+            _list_failures(outcomes)
+        codes = {1 if outcome.exit_code is None else outcome.exit_code for outcome in outcomes}
+        return next((code for code in (1, 2, 3) if code in codes), 0)
+
+
+def _run_all(settings: list[str], folder: Path, outcomes: list[Outcome], runner: Runner) -> None:
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    def one(cfg: DictConfig) -> None:
+        outcome = outcomes[HydraConfig.get().job.num]
+        launch(cfg, outcome, runner)
+        if outcome.exit_code in (INTERRUPTED, TERMINATED):  # the job ended itself in good order; the sweep ends too
+            signal.raise_signal(signal.SIGTERM if outcome.exit_code == TERMINATED else signal.SIGINT)
+
+    OmegaConf.register_new_resolver("specgen_job_folder", lambda number: outcomes[int(number)].folder.name, replace=True)
+    place = [f"hydra.sweep.dir={quoted(str(folder.absolute()))}", "hydra.sweep.subdir='${specgen_job_folder:${hydra.job.num}}'"]
+    enter_hydra(["-m", *settings, "hydra.mode=MULTIRUN", *place], one)
+
+
+def _list_failures(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.exit_code is None:
+            say(f"job {outcome.folder.name}: not run")
+        elif outcome.exit_code != 0:
+            say(f"job {outcome.folder.name}: exit {outcome.exit_code}: {outcome.error or 'some rows are errors'}")
+
+
+def _check_jobs(jobs: list[list[str]]) -> None:
+    """Compose and validate every job. Raises the first job's error, with its number, and how many there are."""
+    wrong: list[tuple[int, SpecgenError]] = []
+    with composer() as compose:
+        for number, job in enumerate(jobs):
+            try:
+                _validate(to_config(compose(job), job), job)
+            except SpecgenError as error:
+                wrong.append((number, error))
+    if wrong:
+        number, first = wrong[0]
+        count = f"{len(wrong)} of {len(jobs)} jobs are refused" if len(wrong) > 1 else f"1 of {len(jobs)} jobs is refused"
+        raise type(first)(f"job {number}: {one_line(first)} ({count}; none was started)") from first
+
+
+def _validate(config: Config, texts: Sequence[str]) -> None:
+    if config.resume is not None:
+        raise ConfigError(f"resume={config.resume}: give it on the command line, without -m and not in a file")
+    validate(config, [text.lstrip("+").partition("=")[0] for text in texts])
+
+
+def _of_job(texts: Sequence[str]) -> list[str]:
+    """The overrides without Hydra's own."""
+    return [text for text in texts if not text.startswith("hydra.")]

@@ -1,0 +1,92 @@
+"""The step's bookkeeping kernels equal their torch definition, value for value, on random rows: dead rows, stops, budgets, context ends, trees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specgen.kernels import reference_step as reference
+
+STOPS = 16
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def random_rows(generator: torch.Generator, count: int) -> torch.Tensor:
+    """count rows as ``DeviceRows.ints``; row 0 is scratch."""
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    rows = torch.full((count, 9 + STOPS), -1, dtype=torch.int32)
+    rows[:, 0] = draw(0, 2, count)
+    rows[:, 1] = draw(0, 20, count)
+    rows[:, 2] = draw(0, 9, count)
+    rows[:, 3] = draw(1, 5, count)
+    rows[:, 4] = draw(5, 12, count)
+    rows[:, 5:9] = draw(-9, 9, count, 4)
+    rows[:, 9] = 3
+    rows[:, 11] = draw(-1, 5, count)
+    rows[0] = 0
+    rows[0, 9:] = -1
+    return rows
+
+
+def kernels(device: str):
+    if device == "cpu":
+        pytest.importorskip("triton")
+    from specgen.kernels import step
+
+    return step
+
+
+def assert_same(name: str, ours, theirs) -> None:
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if b is None:
+            assert a is None, (name, index)
+        else:
+            assert a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()), (name, index, a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(12))
+def test_step_kernels_equal_their_reference(seed: int, device: str) -> None:
+    step = kernels(device)
+    g = torch.Generator().manual_seed(seed)
+    batch, steps = int(torch.randint(1, 6, (), generator=g)), int(torch.randint(0, 6, (), generator=g))
+    rows, floats = random_rows(g, 8), torch.rand(8, 3, generator=g)
+    table = torch.randint(0, 30, (8, 9), generator=g).int()
+    slots = torch.randperm(8, generator=g)[:batch]
+    rows, floats, table, slots = (x.to(device) for x in (rows, floats, table, slots))
+
+    gathered = reference.begin_step(slots, rows, floats, table)
+    assert_same("begin_step", step.begin_step(slots, rows, floats, table), gathered)
+    slots, ints, _, block_table = gathered
+    length = ints[:, 1]
+
+    count = torch.randint(0, steps + 2, (batch,), generator=g).int().to(device)
+    depth = torch.randint(0, 4, (batch, steps + 1), generator=g).int().to(device)
+    for where in ({}, {"start_add": 1, "count": count}, {"depth": depth}, {"start_add": 1, "slot_add": 4, "position_add": 1, "position_step": 0}):
+        arguments = (length, block_table, steps + 1, 4, 22)
+        assert_same(f"window {where}", step.window(*arguments, **where), reference.window(*arguments, **where))
+
+    y = torch.randint(-1, 5, (batch, steps + 1), generator=g).int()
+    noise = torch.randint(0, 5, (batch, steps), generator=g).int()
+    drafted = torch.where(torch.rand(batch, steps, generator=g) < 0.7, y[:, :steps].clamp(min=0), noise).to(device)
+    y = y.to(device)
+    cases: list[dict] = [{}]
+    if steps:
+        valid = (torch.rand(batch, steps, generator=g).cumprod(1) > 0.05).to(device)
+        imposed = torch.randint(0, steps + 1, (batch,), generator=g).int().to(device)
+        accepted = torch.randint(0, steps + 1, (batch,), generator=g).int().to(device)
+        path = torch.arange(steps + 1, dtype=torch.int32, device=device).repeat(batch, 1)
+        walk = (torch.where(path <= accepted[:, None], path, -1), accepted, accepted > 1, torch.full_like(accepted, steps))
+        cases = [{"drafted": drafted}, {"drafted": drafted, "valid": valid}, {"drafted": drafted, "imposed": imposed}, {"walk": walk}]
+    for case in cases:
+        for max_length in (22, 40):
+            ours, theirs = rows.clone(), rows.clone()
+            results = [torch.zeros(batch, 6 + steps + 1, dtype=torch.int32, device=device) for _ in range(2)]
+            plain_y = y if case else y[:, :1].contiguous()
+            out = step.finish_step(plain_y, slots, ours, max_length, results[0], **case)
+            expected = reference.finish_step(plain_y, slots, theirs, max_length, results[1], **case)
+            assert_same(f"finish_step {list(case)}", out, expected)
+            assert_same("rows and result", (ours, results[0]), (theirs, results[1]))

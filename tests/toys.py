@@ -1,0 +1,510 @@
+"""Tiny checkpoints whose right outputs are known exactly, and the oracles that know them.
+
+Boundary: writes Hugging Face folders with numpy, safetensors and tokenizers, and predicts what a run on them must give; it never imports specgen.
+
+Table models. A Llama whose attention and MLP write nothing passes the token's embedding through its residual stream, so with one-hot embeddings and a
+final norm of 1/8 over 64 channels the logits after token t are column t of the head, exactly in float32: a lookup table. Word ``wNN`` is id NN, ids 0 to 3
+are special. Chains of the target: 10 11 12 13 14 EOS; the 5-cycle 30..34; the 3-cycle 40..42; 24 25 <|eot|> 26 27; 5 EOS.
+``rand_target`` and ``rand_draft`` have ordinary random weights (the draft is the target with noise): they show what a lookup cannot, faults of the KV cache.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+HIDDEN, VOCAB, INNER, HEADS, HEAD_DIM = 64, 48, 128, 2, 32
+PAD, BOS, EOS, EOT = 0, 1, 2, 3
+WORDS = ["<pad>", "<s>", "</s>", "<|eot|>"] + [f"w{i:02d}" for i in range(4, VOCAB)]
+TOP, SECOND = 8.0, 4.0
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ m['content'] }} {% endfor %}"
+)
+CHAINS = ((10, 11, 12, 13, 14, EOS, 20, 21, 22, 10), (30, 31, 32, 33, 34, 30), (40, 41, 42, 40), (24, 25, EOT, 26, 27, 24), (5, EOS))
+
+Tensors = dict[str, np.ndarray]
+
+
+def _successors() -> list[int]:
+    table = [30] * VOCAB
+    for chain in CHAINS:
+        for token, after in zip(chain, chain[1:], strict=False):
+            table[token] = after
+    return table
+
+
+SUCCESSOR = _successors()
+# The second choice after each token: an ordinary word, which penalties and min_tokens bring to the front.
+RUNNER_UP = [4 + i % 20 if (after + 7) % VOCAB < 4 else (after + 7) % VOCAB for i, after in enumerate(SUCCESSOR)]
+
+# The laws of the stochastic pair, the same after every token, and the draft's, reversed.
+TARGET_LAW = {30: 0.5, 31: 0.25, 32: 0.125, 33: 0.0625, 34: 0.0625}
+DRAFT_LAW = dict(zip(TARGET_LAW, reversed(TARGET_LAW.values()), strict=True))
+
+# Successors of the draft models.
+NEVER = [46 if after == 47 else 47 for after in SUCCESSOR]
+HALF = [after if token % 2 == 0 else 47 for token, after in enumerate(SUCCESSOR)]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def head_table(successor: Sequence[int], rows: int = VOCAB, second: Sequence[int] | None = RUNNER_UP) -> np.ndarray:
+    """The head [rows, HIDDEN] of a table model: 8 at the successor, 4 at the runner-up, else distinct small negatives."""
+    head = np.zeros((rows, HIDDEN), np.float32)
+    head[:, :VOCAB] = -np.arange(rows)[:, None] / 64
+    for token in range(VOCAB):
+        if second is not None:
+            head[second[token], token] = SECOND
+        head[successor[token], token] = TOP
+    return head
+
+
+def law_table(law: dict[int, float]) -> np.ndarray:
+    """The head of a model whose next-token law is ``law`` after every token."""
+    head = np.full((VOCAB, HIDDEN), -60.0, np.float32)
+    for token, p in law.items():
+        head[token] = np.log(p)
+    return head
+
+
+def table_model(head: np.ndarray, layers: int = 8) -> Tensors:
+    """A Llama that looks its logits up in ``head``; attention runs, and adds nothing."""
+    rng = np.random.default_rng(0)
+
+    def small(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) * 0.05).astype(np.float32)
+
+    found: Tensors = {"model.embed_tokens.weight": np.eye(head.shape[0], HIDDEN, dtype=np.float32)}
+    for layer in range(layers):
+        found |= _layer(f"model.layers.{layer}.", small)
+    return found | {"model.norm.weight": np.full(HIDDEN, 0.125, np.float32), "lm_head.weight": head}
+
+
+def _layer(prefix: str, small: Callable[..., np.ndarray], inputs: int = HIDDEN, head_dim: int = HEAD_DIM, heads: int = HEADS) -> Tensors:
+    """One decoder layer whose output projections are zero."""
+    return {
+        f"{prefix}self_attn.q_proj.weight": small(heads * head_dim, inputs),
+        f"{prefix}self_attn.k_proj.weight": small(head_dim, inputs),
+        f"{prefix}self_attn.v_proj.weight": small(head_dim, inputs),
+        f"{prefix}self_attn.o_proj.weight": np.zeros((HIDDEN, heads * head_dim), np.float32),
+        f"{prefix}mlp.gate_proj.weight": small(INNER, HIDDEN),
+        f"{prefix}mlp.up_proj.weight": small(INNER, HIDDEN),
+        f"{prefix}mlp.down_proj.weight": np.zeros((HIDDEN, INNER), np.float32),
+        f"{prefix}input_layernorm.weight": np.ones(HIDDEN, np.float32),
+        f"{prefix}post_attention_layernorm.weight": np.ones(HIDDEN, np.float32),
+    }
+
+
+def wide_heads_model() -> Tensors:
+    """The table target with 4 heads of 32 over a hidden size of 64: head_dim x heads is not the hidden size."""
+    rng = np.random.default_rng(0)
+    found = table_model(head_table(SUCCESSOR), layers=0)
+    for layer in range(2):
+        found |= _layer(f"model.layers.{layer}.", lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32), heads=4)
+    return found
+
+
+def random_model(seed: int = 1, layers: int = 4) -> Tensors:
+    """Ordinary random weights. The order of the draws is part of what ``tests/data/expected_rand.json`` was computed from."""
+    rng = np.random.default_rng(seed)
+
+    def draw(rows: int, columns: int = HIDDEN, scale: float = 0.25) -> np.ndarray:
+        return (rng.standard_normal((rows, columns)) * scale).astype(np.float32)
+
+    found: Tensors = {"model.embed_tokens.weight": draw(VOCAB, scale=0.7)}
+    for layer in range(layers):
+        p = f"model.layers.{layer}."
+        for name, rows, columns in (
+            ("self_attn.q_proj", HEADS * HEAD_DIM, HIDDEN),
+            ("self_attn.k_proj", HEAD_DIM, HIDDEN),
+            ("self_attn.v_proj", HEAD_DIM, HIDDEN),
+            ("self_attn.o_proj", HIDDEN, HEADS * HEAD_DIM),
+            ("mlp.gate_proj", INNER, HIDDEN),
+            ("mlp.up_proj", INNER, HIDDEN),
+            ("mlp.down_proj", HIDDEN, INNER),
+        ):
+            found[f"{p}{name}.weight"] = draw(rows, columns)
+        found[f"{p}input_layernorm.weight"] = np.ones(HIDDEN, np.float32)
+        found[f"{p}post_attention_layernorm.weight"] = np.ones(HIDDEN, np.float32)
+    found["model.norm.weight"] = np.ones(HIDDEN, np.float32)
+    found["lm_head.weight"] = draw(VOCAB) * 4
+    return found
+
+
+def noisy(tensors: Tensors, seed: int = 3, share: float = 0.04) -> Tensors:
+    """The same model with noise on every matrix: it agrees with the original on about half of the tokens."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: value if "norm" in name else (value + rng.standard_normal(value.shape) * value.std() * share).astype(np.float32)
+        for name, value in tensors.items()
+    }
+
+
+def eagle1_head(lies: Sequence[int] = ()) -> Tensors:
+    """EAGLE-1: ``fc`` keeps the token's embedding, which is the next feature exactly; after the tokens in ``lies`` it gives another's."""
+    fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+    fc[:, :HIDDEN] = np.eye(HIDDEN)
+    for token in lies:
+        fc[:, token] = 0
+        fc[(token + 1) % HIDDEN, token] = 1
+    rng = np.random.default_rng(5)
+    layer = _layer("layers.0.", lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32))
+    del layer["layers.0.input_layernorm.weight"]
+    return {"embed_tokens.weight": np.eye(VOCAB, HIDDEN, dtype=np.float32), "fc.weight": fc} | layer
+
+
+# The reduced vocabulary of the EAGLE-3 head.
+DRAFT_IDS = sorted({SUCCESSOR[after] for after in SUCCESSOR} | set(SUCCESSOR) | {4, 6, 7, 47})
+
+
+def eagle3_head(lm_head: bool = True) -> Tensors:
+    """EAGLE-3 over 26 draft ids. It reads the feature of the token before the root alone, so its first draft is always right; later ones repeat it."""
+    head = np.zeros((len(DRAFT_IDS), HIDDEN), np.float32)
+    for token in range(VOCAB):
+        head[:, token] = -np.arange(len(DRAFT_IDS)) / 64
+        head[DRAFT_IDS.index(SUCCESSOR[SUCCESSOR[token]]), token] = TOP
+    fc = np.zeros((HIDDEN, 3 * HIDDEN), np.float32)
+    fc[:, :HIDDEN] = np.eye(HIDDEN)
+    rng = np.random.default_rng(6)
+    found = {"fc.weight": fc, "norm.weight": np.full(HIDDEN, 0.125, np.float32), "midlayer.hidden_norm.weight": np.ones(HIDDEN, np.float32)}
+    found |= _layer("midlayer.", lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32), inputs=2 * HIDDEN)
+    found["d2t"] = np.array([target - draft for draft, target in enumerate(DRAFT_IDS)], np.int64)
+    found["t2d"] = np.isin(np.arange(VOCAB), DRAFT_IDS)
+    return found | ({"lm_head.weight": head} if lm_head else {})
+
+
+def mtp_module() -> Tensors:
+    """MiMo's MTP layout: ``input_proj`` over [hidden, emb] keeps the embedding, and its final norm is the target's, so every draft is right."""
+    rng = np.random.default_rng(7)
+    p = "model.mtp_layers.0."
+    proj = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+    proj[:, HIDDEN:] = np.eye(HIDDEN)
+    return {
+        f"{p}token_layernorm.weight": np.ones(HIDDEN, np.float32),
+        f"{p}hidden_layernorm.weight": np.ones(HIDDEN, np.float32),
+        f"{p}input_proj.weight": proj,
+        f"{p}final_layernorm.weight": np.full(HIDDEN, 0.125, np.float32),
+    } | _layer(p, lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32))
+
+
+# -- files ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def model_config(rows: int, layers: int, **changes: Any) -> dict[str, Any]:
+    """A Llama's config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "vocab_size": rows,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-12,
+        "hidden_act": "silu",
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+    } | changes
+
+
+def write_tokenizer(folder: Path, words: Sequence[str], decoder: Any = None) -> None:
+    """A word-level tokenizer that splits at blanks and puts <s> in front."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoder or decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:4]])
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<pad>",
+        "model_max_length": 256,
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write(root: Path, name: str, tensors: Tensors, config: dict[str, Any], words: Sequence[str] | None = WORDS, decoder: Any = None) -> None:
+    """One checkpoint folder."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    if words is not None:
+        write_tokenizer(folder, words, decoder)
+
+
+def build(root: Path) -> None:
+    """Write every toy under ``root``."""
+    head = head_table(SUCCESSOR)
+    target = table_model(head)
+    write(root, "target", target, model_config(VOCAB, 8))
+    write(root, "target_eos_list", target, model_config(VOCAB, 8, eos_token_id=[EOS, EOT]))
+    write(root, "target_ctx32", target, model_config(VOCAB, 8, max_position_embeddings=32))
+    write(root, "target_vocab64", table_model(head_table(SUCCESSOR, rows=64)), model_config(64, 8))
+    broken = dict(target) | {"model.embed_tokens.weight": np.eye(VOCAB, HIDDEN, dtype=np.float32)}
+    broken["model.embed_tokens.weight"][45] = np.nan
+    write(root, "target_nan45", broken, model_config(VOCAB, 8))
+    tied = {name: value for name, value in target.items() if name != "lm_head.weight"}
+    write(root, "target_tied", tied, model_config(VOCAB, 8, tie_word_embeddings=True))
+    write(root, "target_wide_heads", wide_heads_model(), model_config(VOCAB, 2, num_attention_heads=4))
+    overflow = dict(target) | {"lm_head.weight": head * np.float32(16384)}
+    write(root, "target_fp16_overflow", overflow, model_config(VOCAB, 8))
+    spelled = WORDS[:30] + ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] + WORDS[34:]
+    write(root, "target_bytes", target, model_config(VOCAB, 8), spelled, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
+    mimo = model_config(VOCAB, 8, num_nextn_predict_layers=1)
+    write(root, "target_mtp", target | mtp_module(), mimo)
+    write(root, "stoch_target", table_model(law_table(TARGET_LAW), 2), model_config(VOCAB, 2))
+    write(root, "stoch_draft", table_model(law_table(DRAFT_LAW), 1), model_config(VOCAB, 1))
+    write(root, "stoch_draft_same", table_model(law_table(TARGET_LAW), 1), model_config(VOCAB, 1))
+    write(root, "rand_target", random_model(), model_config(VOCAB, 4))
+    write(root, "rand_draft", noisy(random_model()), model_config(VOCAB, 4))
+    _build_drafts(root, head)
+
+
+def _build_drafts(root: Path, head: np.ndarray) -> None:
+    small = model_config(VOCAB, 2)
+    write(root, "draft_perfect", table_model(head, 2), small)
+    write(root, "draft_never", table_model(head_table(NEVER, second=None), 2), small)
+    write(root, "draft_half", table_model(head_table(HALF, second=None), 2), small)
+    trap = head_table(SUCCESSOR, rows=64)
+    trap[55, :VOCAB] = 20
+    write(root, "draft_vocab64_trap", table_model(trap, 2), model_config(64, 2))
+    to_nan = [45 if token == 31 else after for token, after in enumerate(SUCCESSOR)]
+    write(root, "draft_to_nan", table_model(head_table(to_nan, second=None), 2), small)
+    write(root, "draft_other_tokenizer", table_model(head, 2), small, WORDS[:4] + WORDS[4:][::-1])
+    one = model_config(VOCAB, 1, bias=False)
+    write(root, "eagle1_perfect", eagle1_head(), one, words=None)
+    write(root, "eagle1_lies_on_odd", eagle1_head([i for i in range(VOCAB) if i % 2]), one, words=None)
+    write(root, "eagle1_config_hidden32", eagle1_head(), one | {"hidden_size": 32, "head_dim": 16}, words=None)
+    narrow = {name: value[tuple(slice(0, max(1, n // 2)) for n in value.shape)].copy() for name, value in eagle1_head().items()}
+    write(root, "eagle1_hidden32", narrow, one | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 64}, words=None)
+    three = model_config(VOCAB, 1, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(DRAFT_IDS))
+    write(root, "eagle3_d2t", eagle3_head(), three, words=None)
+    write(root, "eagle3_no_lm_head", eagle3_head(lm_head=False), three, words=None)
+
+
+@cache
+def toy_folder() -> Path:
+    """The folder of all toys, written once a process and removed at its end."""
+    root = Path(tempfile.mkdtemp(prefix="toys-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    build(root)
+    return root
+
+
+# -- oracles: table models --------------------------------------------------------------------------------------------------------------------
+
+
+def plain(
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    head: np.ndarray | None = None,
+    eos: Sequence[int] = (EOS,),
+    min_tokens: int = 0,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+    max_length: int | None = None,
+) -> tuple[list[int], str]:
+    """Greedy decoding of a table model, one token at a time in float64: (output ids, finish reason).
+
+    Repetition penalty over prompt and output, frequency and presence over the output alone.
+    """
+    table = (head_table(SUCCESSOR) if head is None else head).astype(np.float64)
+    ids, output = list(prompt), []
+    while len(output) < max_tokens:
+        if max_length is not None and len(ids) >= max_length:
+            return output, "context"
+        z = table[:, ids[-1]].copy()
+        for token in set(ids):
+            z[token] = z[token] / repetition if z[token] > 0 else z[token] * repetition
+        for token in set(output):
+            z[token] -= presence + frequency * output.count(token)
+        if len(output) < min_tokens:
+            z[list(eos)] = -np.inf
+        output.append(int(z.argmax()))
+        ids.append(output[-1])
+        if output[-1] in eos:
+            return output, "stop"
+    return output, "length"
+
+
+@dataclass
+class Tally:
+    """What ``specgen.types.Counts`` must hold, computed apart from the engine, and the accepted drafts of each step."""
+
+    prefill_sampled: int = 1
+    verify_steps: int = 0
+    steps_without_draft: int = 0
+    proposed: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    committed: int = 0
+    trimmed: int = 0
+    per_step: list[int] = field(default_factory=list)
+
+    def counts(self) -> dict[str, Any]:
+        """The fields of ``Counts``."""
+        return {name: value for name, value in vars(self).items() if name != "per_step"}
+
+
+def tally_chain(
+    prompt: Sequence[int],
+    output: Sequence[int],
+    draft: Callable[[list[int]], int] | None,
+    num_steps: int,
+    endless: Sequence[int],
+    max_length: int = 256,
+) -> Tally:
+    """Speculate by hand along a known text: chains of ``num_steps`` drafts, until ``output`` is complete.
+
+    ``endless``: the text the target would write without any stop, which drafts past the end are judged by (it starts with ``output``).
+    ``draft``: context -> next draft token; None for no drafts.
+    """
+    tally, done = Tally(), 1
+    if len(output) == 1:
+        return tally
+    while done < len(output):
+        context = [*prompt, *endless[:done]]
+        room = max_length - len(context)
+        depth = min(num_steps, room) if draft is not None else 0
+        hits = 0
+        while draft is not None and hits < depth and draft([*context, *endless[done : done + hits]]) == endless[done + hits]:
+            hits += 1
+        tally.per_step.append(hits)
+        if depth:
+            tally.verify_steps += 1
+            for column in (tally.proposed, tally.reached, tally.accepted):
+                column.extend([0] * (depth - len(column)))
+            for d in range(depth):
+                tally.proposed[d] += 1
+                tally.reached[d] += d <= hits
+                tally.accepted[d] += d < hits
+        else:
+            tally.steps_without_draft += 1
+        tally.committed += hits + 1
+        done += hits + 1
+    tally.trimmed = done - len(output)
+    return tally
+
+
+def follow(successor: Sequence[int]) -> Callable[[list[int]], int]:
+    """The draft function of a table model."""
+    return lambda context: successor[context[-1]]
+
+
+def endless_text(prompt: Sequence[int], tokens: int) -> list[int]:
+    """What the table target writes when nothing stops it."""
+    return plain(prompt, tokens, eos=())[0]
+
+
+# -- oracles: random weights ------------------------------------------------------------------------------------------------------------------
+
+
+class Recompute:
+    """A Llama of the toys' shape in float64 numpy: the whole prefix is computed anew for every token, so no cache can be wrong."""
+
+    def __init__(self, name: str) -> None:
+        self.w = {key: value.astype(np.float64) for key, value in load_file(toy_folder() / name / "model.safetensors").items()}
+        self.layers = sum(key.endswith("q_proj.weight") for key in self.w)
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits [VOCAB] after ``ids``."""
+        w, n = self.w, len(ids)
+        x = w["model.embed_tokens.weight"][list(ids)]
+        hide = np.triu(np.full((n, n), -np.inf), 1)
+        for layer in range(self.layers):
+            p = f"model.layers.{layer}."
+            h = _rms(x, w[p + "input_layernorm.weight"])
+            q = _rotate((h @ w[p + "self_attn.q_proj.weight"].T).reshape(n, HEADS, HEAD_DIM))
+            k = _rotate((h @ w[p + "self_attn.k_proj.weight"].T).reshape(n, 1, HEAD_DIM))[:, 0]
+            v = h @ w[p + "self_attn.v_proj.weight"].T
+            scores = np.einsum("qhd,kd->hqk", q, k) / HEAD_DIM**0.5 + hide
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = np.einsum("hqk,kd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(n, HEADS * HEAD_DIM)
+            x = x + mixed @ w[p + "self_attn.o_proj.weight"].T
+            h = _rms(x, w[p + "post_attention_layernorm.weight"])
+            gate = h @ w[p + "mlp.gate_proj.weight"].T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
+        return w["lm_head.weight"] @ _rms(x[-1:], w["model.norm.weight"])[0]
+
+
+def _rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-12) * weight
+
+
+def _rotate(x: np.ndarray) -> np.ndarray:
+    half = HEAD_DIM // 2
+    angle = np.arange(x.shape[0])[:, None, None] * 10000.0 ** -(np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
+
+
+def tree_paths(draft: Recompute, context: list[int], topk: int, num_steps: int, nodes: int) -> set[tuple[int, ...]]:
+    """The drafted token paths of one step, by EAGLE-2's rule: expand the ``topk`` best of each depth, then keep the ``nodes`` - 1 best of all."""
+
+    def children(path: tuple[int, ...]) -> list[tuple[tuple[int, ...], float]]:
+        z = draft.logits([*context, *path])
+        logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
+        return [((*path, int(token)), float(logp[token])) for token in np.argsort(-logp, kind="stable")[:topk]]
+
+    grown = children(())
+    candidates, frontier = list(grown), grown
+    for _ in range(num_steps - 1):
+        grown = [(child, score + logp) for path, score in frontier for child, logp in children(path)]
+        candidates += grown
+        frontier = sorted(grown, key=lambda item: -item[1])[:topk]
+    return {path for path, _ in sorted(candidates, key=lambda item: -item[1])[: nodes - 1]}
+
+
+def tree_accepted(draft: Recompute, prompt: Sequence[int], output: Sequence[int], topk: int, num_steps: int, nodes: int) -> list[int]:
+    """Accepted drafts of each step but the last, along the known greedy text."""
+    steps, done = [], 1
+    while done < len(output):
+        paths = tree_paths(draft, [*prompt, *output[:done]], topk, num_steps, nodes)
+        hits = 0
+        while tuple(output[done : done + hits + 1]) in paths and done + hits < len(output):
+            hits += 1
+        steps.append(hits)
+        done += hits + 1
+    return steps[:-1]
+
+
+def expected_rand() -> list[dict[str, Any]]:
+    """Rows of ``tests/data/expected_rand.json``: ``prompt``, ``greedy`` (32 ids) and ``accepted``: num_steps -> accepted drafts of each chain step.
+
+    Computed in float64 by full recomputation; the two largest logits are never closer than 0.005. Drafts of a row's last step may pass its end.
+    """
+    return json.loads((Path(__file__).parent / "data" / "expected_rand.json").read_text())["rows"]
