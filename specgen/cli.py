@@ -103,12 +103,23 @@ def _dispatch(argv: list[str], runner: Runner) -> int:
         return enter_hydra(argv, lambda cfg: None)
     if any(text.startswith("merge=") for text in args.overrides):
         return resuming.merge(args.overrides, runner)
-    plan = Plan.read(args)
+    path = searchpath_of(args.config_dir, args.overrides)
+    overrides = parse(args.overrides, lambda group: options(group, path))
+    if any(o.key == "resume" for o in overrides) and not args.cfg:
+        return _resume(overrides, args.multirun, runner)
+    plan = Plan.read(overrides, args.multirun, path)
     if args.cfg:
         return plan.show(args.package)
-    if any(o.key == "resume" for o in plan.overrides):
-        return plan.resume(runner)
     return plan.sweep(runner) if plan.multirun else plan.run(runner)
+
+
+def _resume(overrides: list[Override], multirun: bool, runner: Runner) -> int:
+    if multirun:
+        raise ConfigError("resume= goes on with one job; leave out -m")
+    for override in overrides:
+        refuse_sweep(override)
+    values = {o.key: plain_value(o) for o in overrides if not o.key.startswith("hydra.")}
+    return resuming.resume(values, _of_job([o.text for o in overrides]), runner)
 
 
 @dataclass
@@ -121,14 +132,12 @@ class Plan:
     multirun: bool
 
     @classmethod
-    def read(cls, args: argparse.Namespace) -> Plan:
-        """Parse and compose. Raises ConfigError."""
-        path = searchpath_of(args.config_dir, args.overrides)
+    def read(cls, overrides: list[Override], multirun: bool, path: list[str]) -> Plan:
+        """Compose parsed overrides, with ``path`` as Hydra's search path. Raises ConfigError."""
         own = [f"hydra.searchpath=[{','.join(quoted(root) for root in path)}]"] if path else []
-        overrides = parse(args.overrides, lambda group: options(group, path))
         with composer() as compose:
             base = compose([*own, *(o.text for o in overrides if not o.swept)])
-        multirun = args.multirun or str(base.hydra.mode).endswith("MULTIRUN")
+        multirun = multirun or str(base.hydra.mode).endswith("MULTIRUN")
         if multirun:  # what a file says is swept, unless the command line says otherwise
             given = {o.key for o in overrides}
             filed = [f"{key}={value}" for key, value in (base.hydra.sweeper.get("params") or {}).items() if key not in given]
@@ -153,13 +162,6 @@ class Plan:
         print(folders.dump_yaml(part), end="")
         return 0
 
-    def resume(self, runner: Runner) -> int:
-        """Go on with a run."""
-        if self.multirun:
-            raise ConfigError("resume= goes on with one job; leave out -m")
-        values = {o.key: plain_value(o) for o in self.overrides if not o.key.startswith("hydra.")}
-        return resuming.resume(values, _of_job(self.texts), runner)
-
     def run(self, runner: Runner) -> int:
         """One job."""
         config = to_config(self.base, self.texts)
@@ -179,7 +181,7 @@ class Plan:
                 raise ConfigError(f"output.dir={o.value}: it is the sweep's one folder, in which each job has its own; give one")
         jobs = [[*self.own, *job] for job in sweep_jobs(self.texts)]
         _check_jobs(jobs)
-        settings = [text for text in self.own + self.texts if not text.startswith(("hydra.mode=", "-m"))]
+        settings = [text for text in self.own + self.texts if not text.startswith("hydra.mode=")]
         folder, _ = folders.claim(folder_asked_for(self.base, to_config(self.base, [])))
         shown = [_of_job(job) for job in jobs]
         outcomes = [Outcome(folder / name, job) for name, job in zip(folders.job_names(shown), shown, strict=True)]

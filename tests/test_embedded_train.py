@@ -267,6 +267,10 @@ def test_the_card_and_the_log_carry_the_figures(family):
     card = (folder / "README.md").read_text()
     assert "PSF" in card and str(log["target"]["held_out_loss"]) in card and "not measured" in card
     assert set(log["evaluation"]["held_out_heads"]["T0"]["drafters"]) == {"ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash"}
+    assert (
+        log["command"]
+        == "python -m specgen.embedded.train --out OUT --minutes 8.5 --steps 16 --draft-steps 16 --dropout 0.15 --seed 0 --tiny --skip-reference"
+    )
     assert log["bytes"]["total"] < 1_000_000 and (folder.parent / "family.tar").stat().st_size > log["bytes"]["model.safetensors"]
     assert json.loads((folder.parent / "log.json").read_text())["corpus"] == log["corpus"]
 

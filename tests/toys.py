@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -154,6 +154,17 @@ def noisy(tensors: Tensors, seed: int = 3, share: float = 0.04) -> Tensors:
     }
 
 
+def stirred(tensors: Tensors, scale: float = 0.15, seed: int = 8) -> Tensors:
+    """The same head with an attention and MLP that do write: mostly the same best draft, but every score depends on the whole context."""
+    rng = np.random.default_rng(seed)
+    changed = {
+        name: (rng.standard_normal(value.shape) * scale).astype(np.float32)
+        for name, value in tensors.items()
+        if name.endswith(("o_proj.weight", "down_proj.weight", "v_proj.weight")) and "model.layers." not in name
+    }
+    return tensors | changed
+
+
 def eagle1_head(lies: Sequence[int] = ()) -> Tensors:
     """EAGLE-1: ``fc`` keeps the token's embedding, which is the next feature exactly; after the tokens in ``lies`` it gives another's."""
     fc = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
@@ -284,6 +295,7 @@ def build(root: Path) -> None:
     write(root, "target_bytes", target, model_config(VOCAB, 8), spelled, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
     mimo = model_config(VOCAB, 8, num_nextn_predict_layers=1)
     write(root, "target_mtp", target | mtp_module(), mimo)
+    write(root, "target_mtp_stirred", target | stirred(mtp_module()), mimo)
     write(root, "stoch_target", table_model(law_table(TARGET_LAW), 2), model_config(VOCAB, 2))
     write(root, "stoch_draft", table_model(law_table(DRAFT_LAW), 1), model_config(VOCAB, 1))
     write(root, "stoch_draft_same", table_model(law_table(TARGET_LAW), 1), model_config(VOCAB, 1))
@@ -306,11 +318,13 @@ def _build_drafts(root: Path, head: np.ndarray) -> None:
     one = model_config(VOCAB, 1, bias=False)
     write(root, "eagle1_perfect", eagle1_head(), one, words=None)
     write(root, "eagle1_lies_on_odd", eagle1_head([i for i in range(VOCAB) if i % 2]), one, words=None)
+    write(root, "eagle1_stirred", stirred(eagle1_head()), one, words=None)
     write(root, "eagle1_config_hidden32", eagle1_head(), one | {"hidden_size": 32, "head_dim": 16}, words=None)
     narrow = {name: value[tuple(slice(0, max(1, n // 2)) for n in value.shape)].copy() for name, value in eagle1_head().items()}
     write(root, "eagle1_hidden32", narrow, one | {"hidden_size": 32, "head_dim": 16, "intermediate_size": 64}, words=None)
     three = model_config(VOCAB, 1, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(DRAFT_IDS))
     write(root, "eagle3_d2t", eagle3_head(), three, words=None)
+    write(root, "eagle3_stirred", stirred(eagle3_head()), three, words=None)
     write(root, "eagle3_no_lm_head", eagle3_head(lm_head=False), three, words=None)
 
 
@@ -430,35 +444,104 @@ def endless_text(prompt: Sequence[int], tokens: int) -> list[int]:
     return plain(prompt, tokens, eos=())[0]
 
 
-# -- oracles: random weights ------------------------------------------------------------------------------------------------------------------
+# -- oracles: full recomputation --------------------------------------------------------------------------------------------------------------
+
+
+class Drafts(Protocol):
+    """Anything that gives a drafter's logits after a committed context and a drafted path."""
+
+    ids: np.ndarray | None  # target id of each draft id, or None
+
+    def logits(self, context: Sequence[int], path: Sequence[int] = ()) -> np.ndarray: ...
 
 
 class Recompute:
     """A Llama of the toys' shape in float64 numpy: the whole prefix is computed anew for every token, so no cache can be wrong."""
 
-    def __init__(self, name: str) -> None:
-        self.w = {key: value.astype(np.float64) for key, value in load_file(toy_folder() / name / "model.safetensors").items()}
-        self.layers = sum(key.endswith("q_proj.weight") for key in self.w)
+    ids = None
 
-    def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits [VOCAB] after ``ids``."""
-        w, n = self.w, len(ids)
-        x = w["model.embed_tokens.weight"][list(ids)]
-        hide = np.triu(np.full((n, n), -np.inf), 1)
+    def __init__(self, name: str) -> None:
+        self.w = _weights(name)
+        self.layers = sum(key.startswith("model.layers.") and key.endswith("q_proj.weight") for key in self.w)
+
+    def states(self, tokens: Sequence[int]) -> list[np.ndarray]:
+        """The residual stream [n, HIDDEN] before each layer and after the last."""
+        found = [self.w["model.embed_tokens.weight"][list(tokens)]]
         for layer in range(self.layers):
             p = f"model.layers.{layer}."
-            h = _rms(x, w[p + "input_layernorm.weight"])
-            q = _rotate((h @ w[p + "self_attn.q_proj.weight"].T).reshape(n, HEADS, HEAD_DIM))
-            k = _rotate((h @ w[p + "self_attn.k_proj.weight"].T).reshape(n, 1, HEAD_DIM))[:, 0]
-            v = h @ w[p + "self_attn.v_proj.weight"].T
-            scores = np.einsum("qhd,kd->hqk", q, k) / HEAD_DIM**0.5 + hide
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed = np.einsum("hqk,kd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(n, HEADS * HEAD_DIM)
-            x = x + mixed @ w[p + "self_attn.o_proj.weight"].T
-            h = _rms(x, w[p + "post_attention_layernorm.weight"])
-            gate = h @ w[p + "mlp.gate_proj.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
-        return w["lm_head.weight"] @ _rms(x[-1:], w["model.norm.weight"])[0]
+            found.append(_run_layer(self.w, p, found[-1], _rms(found[-1], self.w[p + "input_layernorm.weight"])))
+        return found
+
+    def final(self, tokens: Sequence[int]) -> np.ndarray:
+        """States after the final norm [n, HIDDEN]."""
+        return _rms(self.states(tokens)[-1], self.w["model.norm.weight"])
+
+    def logits(self, context: Sequence[int], path: Sequence[int] = ()) -> np.ndarray:
+        """Logits [VOCAB] after the tokens."""
+        return self.w["lm_head.weight"] @ self.final([*context, *path])[-1]
+
+
+class RecomputeHead:
+    """A head over a ``Recompute`` target, its pairs computed anew for every draft: ``eagle``, ``eagle3`` or ``mtp`` (MiMo's).
+
+    Pair p joins token p + 1 with the target's state at p; the pair of a drafted token takes the head's own output before it.
+    """
+
+    def __init__(self, kind: str, target: str, head: str) -> None:
+        self.kind, self.target, self.w = kind, Recompute(target), _weights(head)
+        self.ids = np.arange(len(self.w["d2t"])) + self.w["d2t"].astype(int) if "d2t" in self.w else None
+
+    def logits(self, context: Sequence[int], path: Sequence[int] = ()) -> np.ndarray:
+        """Logits over the draft's own vocabulary for the token after ``path``."""
+        features = self._features(context[:-1])
+        for drafted in range(len(path) + 1):
+            tokens = [*context[1:], *path[:drafted]]
+            states, feed = self._forward(self.target.w["model.embed_tokens.weight"][tokens], features)
+            features = np.concatenate([features, feed[-1:]])
+        head = self.w["lm_head.weight"] if self.kind == "eagle3" else self.target.w["lm_head.weight"]
+        return head @ states[-1]
+
+    def _features(self, tokens: Sequence[int]) -> np.ndarray:
+        if self.kind != "eagle3":
+            return self.target.final(tokens)
+        states, layers = self.target.states(tokens), self.target.layers
+        return np.concatenate([states[2], states[layers // 2], states[layers - 3]], 1) @ self.w["fc.weight"].T
+
+    def _forward(self, emb: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(states for the head, states to feed back), one row a pair."""
+        w = self.w
+        if self.kind == "eagle":
+            x = np.concatenate([emb, features], 1) @ w["fc.weight"].T
+            out = _run_layer(w, "layers.0.", x, x)
+            return out, out
+        if self.kind == "eagle3":
+            x = np.concatenate([_rms(emb, w["midlayer.input_layernorm.weight"]), _rms(features, w["midlayer.hidden_norm.weight"])], 1)
+            out = _run_layer(w, "midlayer.", features, x)
+            return _rms(out, w["norm.weight"]), out
+        p = "model.mtp_layers.0."
+        x = np.concatenate([_rms(features, w[p + "hidden_layernorm.weight"]), _rms(emb, w[p + "token_layernorm.weight"])], 1) @ w[p + "input_proj.weight"].T
+        out = _rms(_run_layer(w, p, x, _rms(x, w[p + "input_layernorm.weight"])), w[p + "final_layernorm.weight"])
+        return out, out
+
+
+@cache
+def _weights(name: str) -> dict[str, np.ndarray]:
+    return {key: value.astype(np.float64) for key, value in load_file(toy_folder() / name / "model.safetensors").items()}
+
+
+def _run_layer(w: dict[str, np.ndarray], p: str, residual: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """One decoder layer over a whole sequence: attention reads ``x`` [n, .], the stream is ``residual`` [n, HIDDEN]."""
+    n = len(x)
+    q = _rotate((x @ w[p + "self_attn.q_proj.weight"].T).reshape(n, -1, HEAD_DIM))
+    k = _rotate((x @ w[p + "self_attn.k_proj.weight"].T).reshape(n, 1, HEAD_DIM))[:, 0]
+    v = x @ w[p + "self_attn.v_proj.weight"].T
+    scores = np.einsum("qhd,kd->hqk", q, k) / HEAD_DIM**0.5 + np.triu(np.full((n, n), -np.inf), 1)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("hqk,kd->qhd", weights / weights.sum(-1, keepdims=True), v).reshape(n, -1)
+    stream = residual + mixed @ w[p + "self_attn.o_proj.weight"].T
+    h = _rms(stream, w[p + "post_attention_layernorm.weight"])
+    gate = h @ w[p + "mlp.gate_proj.weight"].T
+    return stream + (gate / (1 + np.exp(-gate)) * (h @ w[p + "mlp.up_proj.weight"].T)) @ w[p + "mlp.down_proj.weight"].T
 
 
 def _rms(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -472,13 +555,24 @@ def _rotate(x: np.ndarray) -> np.ndarray:
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], -1)
 
 
-def tree_paths(draft: Recompute, context: list[int], topk: int, num_steps: int, nodes: int) -> set[tuple[int, ...]]:
-    """The drafted token paths of one step, by EAGLE-2's rule: expand the ``topk`` best of each depth, then keep the ``nodes`` - 1 best of all."""
+Noise = Callable[[int], np.ndarray]
+
+
+def tree_paths(
+    draft: Drafts, context: Sequence[int], topk: int, num_steps: int, nodes: int, temperature: float = 0.0, noise: Noise | None = None
+) -> set[tuple[int, ...]]:
+    """The drafted token paths of one step, by EAGLE-2's rule: expand the ``topk`` best of each depth, then keep the ``nodes`` - 1 best of all.
+
+    ``noise``: the target's Gumbel noise [VOCAB] at each depth (from 0), which drafts add to their own logits / temperature.
+    """
 
     def children(path: tuple[int, ...]) -> list[tuple[tuple[int, ...], float]]:
-        z = draft.logits([*context, *path])
+        z = draft.logits(context, path)
+        ids = np.arange(len(z)) if draft.ids is None else draft.ids
+        if noise is not None:
+            z = z / temperature + noise(len(path))[ids]
         logp = z - z.max() - np.log(np.exp(z - z.max()).sum())
-        return [((*path, int(token)), float(logp[token])) for token in np.argsort(-logp, kind="stable")[:topk]]
+        return [((*path, int(ids[i])), float(logp[i])) for i in np.argsort(-logp, kind="stable")[:topk]]
 
     grown = children(())
     candidates, frontier = list(grown), grown
@@ -489,13 +583,13 @@ def tree_paths(draft: Recompute, context: list[int], topk: int, num_steps: int, 
     return {path for path, _ in sorted(candidates, key=lambda item: -item[1])[: nodes - 1]}
 
 
-def tree_accepted(draft: Recompute, prompt: Sequence[int], output: Sequence[int], topk: int, num_steps: int, nodes: int) -> list[int]:
+def tree_accepted(draft: Drafts, prompt: Sequence[int], output: Sequence[int], topk: int, num_steps: int, nodes: int) -> list[int]:
     """Accepted drafts of each step but the last, along the known greedy text."""
     steps, done = [], 1
     while done < len(output):
         paths = tree_paths(draft, [*prompt, *output[:done]], topk, num_steps, nodes)
         hits = 0
-        while tuple(output[done : done + hits + 1]) in paths and done + hits < len(output):
+        while done + hits < len(output) and tuple(output[done : done + hits + 1]) in paths:
             hits += 1
         steps.append(hits)
         done += hits + 1

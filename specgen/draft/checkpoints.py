@@ -51,7 +51,7 @@ def kind_of(config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> str |
     """Which method a head's tensors are for, by their shapes: ``eagle``, ``eagle3``, ``dflash``, ``draft_model``, or None when they do not tell."""
     names = set(shapes)
     fc = shapes.get("fc.weight")
-    hidden = config.get("hidden_size") or (config.get("transformer_layer_config") or {}).get("hidden_size")
+    hidden = fc[0] if fc is not None else None  # fc's output, not config.json's word: a head of another width is told as that
     if any(name.startswith("midlayer.") for name in names) or "d2t" in names:
         return "eagle3"
     if "dflash_config" in config or "block_size" in config or config.get("speculators_model_type") == "dflash":

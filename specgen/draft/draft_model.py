@@ -27,8 +27,10 @@ class DraftModelHead:
     aux_layers: tuple[int, ...] = ()
     prenorm = False
 
-    def __init__(self, model: Target) -> None:
+    def __init__(self, model: Target, target_vocab: int) -> None:
         self.model = model
+        # Ids beyond the draft's table (the target's is larger) read its last row: that costs acceptance, never text.
+        self.last_id = model.vocab_size - 1 if model.vocab_size < target_vocab else None
         self.device, self.feed_dtype = model.device, model.dtype
 
     def features(self, hidden: Hidden) -> None:
@@ -38,6 +40,8 @@ class DraftModelHead:
         return features
 
     def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, None]:
+        if self.last_id is not None:
+            ids = ids.clamp(max=self.last_id)
         return self.model.forward(ids, layout, pool).last, None
 
     def logits(self, states: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def load_drafter(draft: DraftConfig, model: ModelConfig, target: Target, tokeniz
     head: Any
     if draft.method == "draft_model":
         config = ModelConfig(source="hf", path=str(folder), dtype=model.dtype, max_length=target.max_length, load_format=draft.load_format)
-        head = DraftModelHead(load_target(config, target.device, target.dtype))
+        head = DraftModelHead(load_target(config, target.device, target.dtype), target.vocab_size)
         if tokenizer is not None and not dummy and (folder / "tokenizer.json").exists():
             from transformers import AutoTokenizer
 
@@ -62,4 +62,7 @@ def load_drafter(draft: DraftConfig, model: ModelConfig, target: Target, tokeniz
         head = MtpHead(folder, target)
     else:
         raise ConfigError(f"draft={draft.method} is not supported in this version")
+    vocab = len(head.id_map) if head.id_map is not None else head.model.vocab_size if draft.method == "draft_model" else target.vocab_size
+    if draft.topk > vocab:
+        raise ConfigError(f"draft.topk={draft.topk} is more than the drafter's {vocab} token ids: choose a smaller draft.topk")
     return AutoregressiveDrafter(head, draft.topk, draft.num_steps, nodes)

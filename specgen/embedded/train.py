@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 import time
 import traceback
@@ -134,6 +133,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def command_line(args: argparse.Namespace) -> str:
+    """The command that repeats the run: its options, with OUT for the folder and no other path."""
+    words = ["python -m specgen.embedded.train --out OUT"]
+    for name in ("minutes", "steps", "draft_steps", "dropout", "seed"):
+        words.append(f"--{name.replace('_', '-')} {getattr(args, name)}")
+    words += ["--" + name.replace("_", "-") for name in ("tiny", "skip_reference", "skip_dflash", "only_reference") if getattr(args, name)]
+    return " ".join(words)
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the program; returns the log."""
     start = time.time()
@@ -150,7 +158,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     run = Run(args, sizes, device, start, args.out)
     data = text.load_corpus(args.corpus) if args.corpus else text.build_corpus(limit_files=sizes.limit_files, vocab_size=sizes.vocab, seed=args.seed)
     run.log |= {
-        "command": "python -m specgen.embedded.train " + shlex.join(sys.argv[1:] if argv is None else argv),
+        "command": command_line(args),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,

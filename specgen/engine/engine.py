@@ -26,6 +26,7 @@ from specgen.engine.memory import PageTable, spec_reserve
 from specgen.engine.rows import DeviceRows
 from specgen.engine.sampling import draw, features_of, first_sampling, moved, sampling_rows
 from specgen.engine.scheduler import Batch, Chunk, Scheduler
+from specgen.engine.simulate import Simulation, impose_path
 from specgen.engine.text import OutputText
 from specgen.errors import CapacityError
 from specgen.kernels import ops
@@ -109,6 +110,8 @@ class Engine:
         self._scratch_slots = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         use_graphs = self.device.type == "cuda" and engine.cuda_graphs != "off"
         self.graphs = StepGraphs(self.device) if use_graphs else None
+        mean = draft.simulate_acceptance_length
+        self.simulation = Simulation(mean, max_batch + 1, self.device) if mean is not None and self.num_steps else None
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
         self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
@@ -264,10 +267,15 @@ class Engine:
         common: dict[str, Any] = dict(max_length=self.max_length, result=result)
         if draft is None:
             return ops.finish_step(y, rows.slots, self.rows.ints, **common)
+        imposed = None if self.simulation is None else self.simulation.lengths(rows.slots)
         if draft.parents is None:
-            return ops.finish_step(y, rows.slots, self.rows.ints, drafted=draft.token_ids, valid=draft.valid, **common)
+            return ops.finish_step(y, rows.slots, self.rows.ints, drafted=draft.token_ids, valid=draft.valid, imposed=imposed, **common)
         assert draft.path is not None
+        if imposed is not None:
+            y = impose_path(draft, y, imposed)
         path, accepted, child = ops.tree_walk(draft.token_ids, draft.first_child, draft.next_sibling, y, draft.path.shape[2] - 1)
+        if imposed is not None:
+            accepted = torch.minimum(accepted, imposed)
         return ops.finish_step(y, rows.slots, self.rows.ints, walk=(path, accepted, child, draft_depth(draft)), **common)
 
     # -- prefill --------------------------------------------------------------------------------------------------------------------------

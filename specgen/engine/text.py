@@ -37,21 +37,22 @@ class OutputText:
         known = len(ids) - new_tokens
         if not self._possible(ids, known, stops):
             return None
-        before = len(self.decode(ids[:known]))
+        before = _settled(self.decode(ids[:known]))
         for n in range(known + 1, len(ids) + 1):
             text = self.decode(ids[:n])
             if n >= request.sampling.min_tokens:
                 found = _first_match(text, stops, before)
                 if found is not None:
                     return n, found[1]
-            before = len(text)
+            before = _settled(text)
         return None
 
     def _possible(self, ids: Sequence[int], known: int, stops: Sequence[str]) -> bool:
         """A cheap look at the tail: enough earlier tokens to hold the longest stop string, and the new ones."""
         need = max(map(len, stops))
         start = known
-        while start > 0 and len(self.decode(ids[start:known])) <= need:
+        # U+FFFD is a character cut by the slice's ends; it may be part of the stop string, so it does not count as text before it.
+        while start > 0 and len(self.decode(ids[start:known]).replace("\ufffd", "")) <= need:
             start = max(0, start - need - 4)
         tail = self.decode(ids[start:])
         return any(stop in tail for stop in stops)
@@ -60,12 +61,17 @@ class OutputText:
         """The row's text: all of it, or up to the stop string that ended it (after it with ``include_stop``)."""
         text = self.decode(request.output_ids)
         if isinstance(request.stop_reason, str):
-            before = len(self.decode(request.output_ids[:-1]))
+            before = _settled(self.decode(request.output_ids[:-1]))
             found = _first_match(text, (request.stop_reason,), before)
             if found is not None:
                 at = found[0]
                 return text[: at + len(request.stop_reason)] if request.sampling.include_stop else text[:at]
         return text
+
+
+def _settled(text: str) -> int:
+    """How many characters of a text later tokens cannot change: all but the U+FFFD at its end, which stand for the bytes of an unfinished character."""
+    return len(text.rstrip("\ufffd"))
 
 
 def _first_match(text: str, stops: Sequence[str], before: int) -> tuple[int, str] | None:
