@@ -96,7 +96,7 @@ def _argmax_kernel(
     else:
         tl.store(part_value + row * PARTS + part, best)
         tl.store(part_index + row * PARTS + part, index)
-        if FUSED:
+        if FUSED:  # noqa: SIM102 - decided when the kernel is compiled
             if last_to_arrive(counters + row, PARTS):
                 _argmax_merge(out, part_value, part_index, row, PARTS, PARTS_PAD)
 
@@ -130,7 +130,19 @@ def argmax_rows(logits: Tensor) -> Tensor:
     pad = triton.next_power_of_2(parts)
     extra = pdl_options(logits.device)
     _argmax_kernel[(rows, parts)](
-        logits, out, values, indices, counters, logits.stride(0), vocabulary, BLOCK=block, PARTS=parts, PARTS_PAD=pad, FUSED=fused, num_warps=8, **extra
+        logits,
+        out,
+        values,
+        indices,
+        counters,
+        logits.stride(0),
+        vocabulary,
+        BLOCK=block,
+        PARTS=parts,
+        PARTS_PAD=pad,
+        FUSED=fused,
+        num_warps=8,
+        **extra,
     )
     if parts > 1 and not fused:
         _argmax_merge_kernel[(rows,)](out, values, indices, PARTS=parts, PARTS_PAD=pad, num_warps=1, **extra)

@@ -1,8 +1,9 @@
 """Paged attention: a few queries a row over long contexts (decode, draft trees, verification), and causal prefill chunks.
 
-One kernel serves both. A program holds QT tokens x G query heads of one KV head as the rows of a tile, so K and V are read once for the whole group,
-and walks the keys in tiles of BN with an online softmax in base 2 (Flash-Decoding: Dao et al. 2023, split over keys, then merged). Batch-invariant mode
-(``fixed_split``): one token a tile, keys in order of position in chunks of a fixed length, merged in order; nothing then depends on batch, tree or chunk.
+One kernel serves both. A program holds QT tokens x G query heads of one KV head as the rows of a tile, so K and V are read once for the whole
+group, and walks the keys in tiles of BN with an online softmax in base 2 (Flash-Decoding: Dao et al. 2023, split over keys, then merged).
+Batch-invariant mode (``fixed_split``): one token a tile, keys in order of position in chunks of a fixed length, merged in order; nothing then depends
+on batch, tree or chunk.
 Boundary: kernels and launchers only; the meaning of each argument is defined by ``reference.py``.
 """
 
@@ -19,7 +20,6 @@ from torch import Tensor
 from .launch import COUNTERS, arrival_counters, last_to_arrive, pdl_options, pdl_wait, sm_count
 
 LOG2E = tl.constexpr(1.4426950408889634)
-MAX_TREE_SLOTS = 256  # window slots a path may name: four words of ancestors a query
 
 
 @triton.jit
@@ -220,7 +220,7 @@ def _attention_kernel(
         tl.store(part_top + place, tl.where(alive, top, float("-inf")))
         tl.store(part_total + place, tl.where(alive, total, 0.0))
         tl.store(part_acc + place.to(tl.int64)[:, None] * DVP + dv[None, :], acc)
-        if FUSED:
+        if FUSED:  # noqa: SIM102 - decided when the kernel is compiled
             # The program that arrives last merges all parts, in order of position, and leaves the counter at zero for the next launch.
             if last_to_arrive(counters + group, SPLITS):
                 m, t, a = _merge_parts(part_acc, part_top, part_total, group, lane, dv, BM, DVP, SPLITS)
@@ -270,16 +270,16 @@ def _slots(n, hi, committed, table, path_row, PAGE: tl.constexpr, FIXED: tl.cons
 def _walk(
     q_tile, k_base, v_base, table, path_row, lo, hi, committed, query_at, words0, words1, words2, words3, scale, softcap, window,
     k_stride_n, v_stride_n, dk, dv,
-    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, FIXED: tl.constexpr,
-    PATH_LEN: tl.constexpr, WORDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
+    FIXED: tl.constexpr, PATH_LEN: tl.constexpr, WORDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys lo .. hi - 1 of one row. Returns (maximum in base 2, sum, weighted values) of the tile's queries."""
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DVP], tl.float32)
     lane = tl.arange(0, BN)
-    # Slots are carried from the tile before: were the table read in the same iteration, the compiler would give it a pipeline stage and a copy group of its
-    # own, and every wait for it would also wait for the K and V in flight.
+    # Slots are carried from the tile before: were the table read in the same iteration, the compiler would give it a pipeline stage and a copy group
+    # of its own, and every wait for it would also wait for the K and V in flight.
     slot = _slots(lo + lane, hi, committed, table, path_row, PAGE, FIXED, PATH_LEN)
     for n0 in range(lo, hi, BN):
         n = n0 + lane
@@ -449,7 +449,8 @@ def _launch(
     if packed:
         splits = 1
     elif fixed_split is not None:
-        splits = triton.cdiv(max_len, fixed_split)
+        # With tiles enough to fill the device one program walks all chunks of its row: the same sums in the same order, without parts in memory.
+        splits = triton.cdiv(max_len, fixed_split) if groups < 2 * sm_count(q.device) else 1
     else:
         splits = config.splits or choose_splits(groups, max_len, block_n, sm_count(q.device))
     fused = config.fused and 1 < splits <= 16 and fixed_split is None and groups <= COUNTERS
@@ -498,7 +499,7 @@ def tree_attention(
     fixed_split: int | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
-    """``reference.tree_attention`` on the device. A path may name window slots below 256. ``config`` overrides the meta-parameters (benchmarks)."""
+    """``reference.tree_attention`` on the device. ``config`` overrides the meta-parameters (benchmarks)."""
     return _launch(q, k_pool, v_pool, block_table, length, path, None, q_len, page_size, max_len, scale, window, softcap, sinks, fixed_split, config)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .launch import pdl_options, pdl_wait
 from .philox import row_noise
 from .reference_sampling import ALL_FEATURES, SAMPLED
-from .sampling import LOWEST, clean_draft, key_index, key_score, noise_of_tile, order_key
+from .sampling import LOWEST, clean_draft, key_index, key_score, noise_of_tile, order_key, row_parameters
 
 TILE = 4096
 
@@ -34,6 +34,11 @@ def _share(
     sums,
     width,
     k,
+    share_rows,
+    share_t,
+    heat_step,
+    key_step,
+    t_step,
     SAMPLED: tl.constexpr,
     HAS_IDS: tl.constexpr,
     PDL: tl.constexpr,
@@ -47,9 +52,10 @@ def _share(
     inside = column < width
     score = clean_draft(tl.load(logits + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32))
     if SAMPLED:
-        heat = tl.load(temperature + row)
+        owner = row // share_rows
+        heat = tl.load(temperature + owner * heat_step)
         if heat > 0:
-            k0, k1, position = row_noise(keys, t, row)
+            k0, k1, position = row_noise(keys + owner * key_step, t + row // share_t * t_step)
             score = tl.div_rn(score, heat) + noise_of_tile(ids, start, column, inside, k0, k1, position, 0, HAS_IDS, BLOCK)
     score = tl.where(inside, score, float("-inf"))
     out = row * tl.num_programs(1) + share
@@ -118,13 +124,13 @@ def draft_topk(
         return tokens, logp
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    heat = temperature.contiguous() if temperature is not None and SAMPLED in features else None
+    heat, noise_keys, noise_t, steps = row_parameters(rows, temperature if SAMPLED in features else None, keys, t)
     shares = triton.cdiv(width, TILE)
     best = torch.empty(rows, shares, k, dtype=torch.int64, device=device)
     peaks, sums = torch.empty(2, rows, shares, dtype=torch.float32, device=device)
     flags = {"HAS_IDS": ids is not None} | pdl_options(device)
     _share[(rows, shares)](
-        logits, logits.stride(0), heat, keys.contiguous(), t.contiguous(), ids, best, peaks, sums, width, k,
+        logits, logits.stride(0), heat, noise_keys, noise_t, ids, best, peaks, sums, width, k, *steps,
         SAMPLED=heat is not None, BLOCK=TILE, num_warps=8, **flags,
     )  # fmt: skip
     candidates = triton.next_power_of_2(shares * k)

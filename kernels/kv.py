@@ -91,7 +91,7 @@ def compact_kv(
         for pool in [pools] if isinstance(pools, Tensor) else [layer[None] for layer in pools]:
             layers, _, kv_heads, dim = pool.shape
             _compact_kernel[(rows, kv_heads, layers)](
-                pool, block_table, length, path, accepted, pool.stride(0), pool.stride(1), pool.stride(2), block_table.stride(0), block_table.shape[1],
-                D=dim, DP=triton.next_power_of_2(dim), STEPS=steps, STEPS_PAD=triton.next_power_of_2(steps), PAGE=page_size, num_warps=1,
-                **pdl_options(pool.device),
+                pool, block_table, length, path, accepted, pool.stride(0), pool.stride(1), pool.stride(2), block_table.stride(0),
+                block_table.shape[1], D=dim, DP=triton.next_power_of_2(dim), STEPS=steps, STEPS_PAD=triton.next_power_of_2(steps), PAGE=page_size,
+                num_warps=1, **pdl_options(pool.device),
             )  # fmt: skip

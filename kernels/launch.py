@@ -1,7 +1,8 @@
 """What every launcher needs to know of the device: processor count, programmatic dependent launch, and the counters of one-kernel reductions.
 
-Boundary: triton and torch only. With programmatic dependent launch (CUDA compute capability 9.0 on) a kernel starts while its predecessor drains and waits
-inside, which hides most of the launch gap between the small kernels of a decode step; every kernel here waits before its first read of what another wrote.
+Boundary: triton and torch only. With programmatic dependent launch (CUDA compute capability 9.0 on) a kernel starts while its predecessor drains and
+waits inside, which hides most of the launch gap between the small kernels of a decode step; every kernel here waits before its first read of what
+another kernel wrote. ``SPECGEN_PDL=0`` turns it off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Matrix products of a decode step: few rows against a large weight, where the only cost is reading the weight once.
 
-A streaming kernel for up to 64 rows (weight tiles in a deep pipeline, K split over programs, parts added in a fixed order by the last program to arrive,
-never by float atomics), next to cuBLAS; which of them serves a shape is decided by measurement (``tune_linear``), cuBLAS before that. Deterministic mode:
-one tile shape, one K order and one instruction for every number of rows.
+A streaming kernel for up to 64 rows (weight tiles in a deep pipeline, K split over programs, parts added in a fixed order by the last program to
+arrive, never by float atomics), next to cuBLAS; which of them serves a shape is decided by measurement (``tune_linear``), cuBLAS before that.
+Deterministic mode: one tile shape, one K order and one instruction for every number of rows.
 Boundary: kernels, launchers and the table of choices; the meaning of each argument is defined by ``reference.py``.
 """
 
@@ -35,7 +35,10 @@ def _prefetch_rows(pointers, size):
 
 
 @triton.jit
-def _product(x_rows, w_rows, lo, hi, x_mask, w_mask, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _product(
+    x_rows, w_rows, lo, hi, x_mask, w_mask,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Sum over lo <= k < hi of x[m, k] w[n, k], [BM, BN] ([BN, BM] with SWAP: the weight then is the left operand of the tensor core)."""
     acc = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)
     ko = tl.arange(0, BK)
@@ -45,15 +48,16 @@ def _product(x_rows, w_rows, lo, hi, x_mask, w_mask, BM: tl.constexpr, BN: tl.co
         x_here = x_mask[:, None] if EVEN else x_mask[:, None] & (k < hi)[None, :]
         w = tl.load(w_rows[:, None] + k[None, :], mask=w_here, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_rows[:, None] + k[None, :], mask=x_here, other=0.0)
-        if SWAP:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
+        left, right = (w, tl.trans(x)) if SWAP else (x, tl.trans(w))
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def _gated_product(x_rows, w_rows, up_rows, lo, hi, x_mask, w_mask, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def _gated_product(
+    x_rows, w_rows, up_rows, lo, hi, x_mask, w_mask,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """``_product`` of the same x with two blocks of weight rows, both streams in flight at once."""
     acc = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)
     up = tl.zeros([BN, BM], tl.float32) if SWAP else tl.zeros([BM, BN], tl.float32)
@@ -75,7 +79,10 @@ def _gated_product(x_rows, w_rows, up_rows, lo, hi, x_mask, w_mask, BM: tl.const
 
 
 @triton.jit
-def _finish(acc, up, bias, residual, out, m, n, M, N, residual_stride, SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+def _finish(
+    acc, up, bias, residual, out, m, n, M, N, residual_stride,
+    SWAP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
     """Round, add the bias and the residual (or gate), store. N is the number of output columns."""
     row = m[None, :] if SWAP else m[:, None]
     column = n[:, None] if SWAP else n[None, :]
@@ -89,11 +96,12 @@ def _finish(acc, up, bias, residual, out, m, n, M, N, residual_stride, SWAP: tl.
     if GATED:
         value = (gate(value.to(tl.float32), False) * up.to(dtype).to(tl.float32)).to(dtype)
     if HAS_RESIDUAL:
-        value = (value.to(tl.float32) + tl.load(residual + row.to(tl.int64) * residual_stride + column, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        addend = tl.load(residual + row.to(tl.int64) * residual_stride + column, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + addend.to(tl.float32)).to(dtype)
     tl.store(out + row.to(tl.int64) * N + column, value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x, w, bias, residual, out, part, counters, M, N, K, x_stride, w_stride, residual_stride, share, prefetch_bytes,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, CHUNKED: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
@@ -287,7 +295,9 @@ def _time_in_graph(calls: list[Any], repeats: int = 5) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def time_linear(tokens: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device, config: LinearConfig | None, gated: bool = False) -> float:
+def time_linear(
+    tokens: int, columns: int, depth: int, dtype: torch.dtype, device: torch.device, config: LinearConfig | None, gated: bool = False
+) -> float:
     """Device seconds of one product in a graph over enough weights that none is found in cache. None: cuBLAS (gated: cuBLAS, then the gate)."""
     copies = max(2, min(16, (256 << 20) // (columns * depth * dtype.itemsize)))
     weights = [torch.randn(columns, depth, dtype=dtype, device=device) for _ in range(copies)]
@@ -309,11 +319,13 @@ def tune_linear(
     rows: tuple[int, ...] = _BUCKETS,
     candidates: tuple[LinearConfig, ...] = CANDIDATES,
     margin: float = 0.02,
+    prefetch: int = 0,
 ) -> dict[str, LinearConfig | None]:
     """Measure every candidate against cuBLAS for weights of (N, K) (or (N, K, gated)) and fill the table ``linear`` chooses from.
 
-    Results are kept in ``cache_file`` (JSON by device name and triton version) and measured only once. A candidate must win by ``margin``. Needs a GPU, no
-    work in flight, and room for 256 MiB of weights. Returns the table of these shapes.
+    Results are kept in ``cache_file`` (JSON by device name and triton version) and measured only once. A candidate must win by ``margin``.
+    ``prefetch`` is set on the chosen configurations (its gain shows between kernels, not in a kernel's own time). Needs a GPU, no work in flight,
+    and room for 256 MiB of weights (twice the weight where it is larger). Returns the table of these shapes.
     """
     if INTERPRETED or device.type != "cuda":
         return {}
@@ -334,7 +346,7 @@ def tune_linear(
                     if seconds < best_time:
                         best, best_time = config, seconds
                 mine[key] = None if best is None else asdict(best)
-            filled[key] = None if mine[key] is None else LinearConfig(**mine[key])
+            filled[key] = None if mine[key] is None else LinearConfig(**mine[key] | {"prefetch": prefetch})
     _table.update(filled)
     if cache_file is not None:
         cache_file.parent.mkdir(parents=True, exist_ok=True)

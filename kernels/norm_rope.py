@@ -97,7 +97,8 @@ def _rope_kernel(
 @triton.jit
 def _turn(
     source, target, ok, cos, sin, position, weight, eps,
-    D: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate heads whose rows start at ``source`` [HB] and store them at ``target`` [HB]."""
     o = tl.arange(0, HALF_PAD)

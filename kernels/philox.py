@@ -44,11 +44,11 @@ def words_to_gumbel(words):
 
 
 @triton.jit
-def row_noise(keys, t, row):
-    """The key words and position of a row, as uint32 scalars."""
-    k0 = tl.load(keys + row * 2).to(tl.uint32, bitcast=True)
-    k1 = tl.load(keys + row * 2 + 1).to(tl.uint32, bitcast=True)
-    position = tl.load(t + row).to(tl.uint32, bitcast=True)
+def row_noise(keys, t):
+    """The key words and position at two pointers, as uint32 scalars."""
+    k0 = tl.load(keys).to(tl.uint32, bitcast=True)
+    k1 = tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    position = tl.load(t).to(tl.uint32, bitcast=True)
     return k0, k1, position
 
 
@@ -73,7 +73,7 @@ def _noise_kernel(keys, t, ids, out, width, stream, HAS_IDS: tl.constexpr, WORDS
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
-    k0, k1, position = row_noise(keys, t, row)
+    k0, k1, position = row_noise(keys + row * 2, t + row)
     column = start + tl.arange(0, BLOCK)
     inside = column < width
     if HAS_IDS:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_TREE_SLOTS = 256  # window slots a path may name (the kernel keeps a query's ancestors in four words)
 DETERMINISTIC_ROWS = 16  # rows of one matmul in deterministic mode, whatever the number of tokens
 _SCORE_ELEMENTS = 1 << 25  # score elements held at a time; rows are taken in groups below it
 
@@ -59,7 +60,11 @@ def _attend_fixed(
     kv_heads, value_dim = v_pool.shape[1], v_pool.shape[2]
     grouped = (q.float() * scale).view(tokens, kv_heads, heads // kv_heads, -1).flatten(0, 1)
     shape = (tokens * kv_heads, heads // kv_heads, 1)
-    top = torch.full(shape, float("-inf"), device=q.device) if sinks is None else sinks.float().view(1, kv_heads, -1).expand(tokens, -1, -1).reshape(shape)
+    top = (
+        torch.full(shape, float("-inf"), device=q.device)
+        if sinks is None
+        else sinks.float().view(1, kv_heads, -1).expand(tokens, -1, -1).reshape(shape)
+    )
     total = torch.zeros(shape, device=q.device) if sinks is None else torch.ones(shape, device=q.device)
     acc = torch.zeros(*shape[:2], value_dim, device=q.device)
     for start in range(0, slots.shape[1], chunk):
@@ -105,13 +110,15 @@ def tree_attention(
 
     k_pool [N, HK, Dk], v_pool [N, HK, Dv], block_table [B, W] int32, length [B] int32. Query i of row b sees keys j < length[b] and, with ``path``
     None, window slots length[b] .. length[b] + i (a chain); else window slots length[b] + path[b, i, p] for p = 0, 1, .. while >= 0, which stand at
-    position length[b] + p. ``window`` w > 0: a key at position pk is seen from pq iff pq - pk < w, pq being length + i, or length + depth of i.
-    ``softcap`` c: z = c * tanh(z / c) of the scaled score. ``sinks`` [H]: one more logit in each head's denominator. A query whose path is all -1
-    gives zeros. ``max_len``: host bound on the number of keys of any row, window included. ``fixed_split``: batch-invariant mode, keys in chunks of
-    that many positions. Every slot below a row's bound must hold finite values, or be seen by no query.
+    position length[b] + p (a tree; slots below ``MAX_TREE_SLOTS``). ``window`` w > 0: a key at position pk is seen from pq iff pq - pk < w, pq being
+    length + i, or length + depth of i. ``softcap`` c: z = c * tanh(z / c) of the scaled score. ``sinks`` [H]: one more logit in each head's
+    denominator. A query whose path is all -1 gives zeros. ``max_len``: host bound on the number of keys of any row, window included.
+    ``fixed_split``: batch-invariant mode, keys in chunks of that many positions. Every slot of a row's window must hold finite values, seen or not.
     """
     rows = block_table.shape[0]
     window_slots = q_len if path is None else 1 + _host_max(path, max_len)
+    if path is not None and path.device.type == "cpu" and window_slots > MAX_TREE_SLOTS:
+        raise ValueError(f"tree_attention: a path names window slot {window_slots - 1}; slots reach to {MAX_TREE_SLOTS - 1}")
     index = torch.arange(max(1, min(max_len, window_slots + _host_max(length, max_len))), device=q.device)
     if path is None:
         depth = torch.arange(q_len, device=q.device).expand(rows, q_len)
@@ -122,7 +129,9 @@ def tree_attention(
     base = length.long()[:, None, None]
     query_position = base + depth[:, :, None]
     if fixed_split is not None:
-        return _tree_fixed(q, k_pool, v_pool, block_table, length, path, query_position, alive, page_size, len(index), scale, window, softcap, sinks, fixed_split)
+        return _tree_fixed(
+            q, k_pool, v_pool, block_table, length, path, query_position, alive, page_size, len(index), scale, window, softcap, sinks, fixed_split
+        )
     visible = (index < base) if path is not None else (index <= query_position)
     if window > 0:
         visible = visible & (query_position - index < window)
@@ -192,8 +201,8 @@ def packed_attention(
 ) -> Tensor:
     """Causal paged attention of packed prefill chunks: q [T, H, Dk] -> [T, H, Dv].
 
-    Row b owns tokens cu_q[b] .. cu_q[b + 1] - 1 (cu_q [B + 1] int32, at most ``max_q`` of them); token i stands at position length[b] + i - cu_q[b] and
-    sees keys 0 .. its own position, all read from the pool. Other arguments as in ``tree_attention``. Tokens beyond cu_q[B] give zeros.
+    Row b owns tokens cu_q[b] .. cu_q[b + 1] - 1 (cu_q [B + 1] int32, at most ``max_q`` of them); token i stands at position length[b] + i - cu_q[b]
+    and sees keys 0 .. its own position, all read from the pool. Other arguments as in ``tree_attention``. Tokens beyond cu_q[B] give zeros.
     """
     tokens, heads, _ = q.shape
     rows = block_table.shape[0]

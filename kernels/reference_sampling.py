@@ -194,7 +194,8 @@ def adjust_logits(
 def commit_counts(output_count: Tensor, slots: Tensor, tokens: Tensor, kept: Tensor) -> None:
     """Add the kept tokens of a step to ``output_count`` [R, V] int32 in place. slots [B]; tokens [B, W] int32; the first kept [B] of a row count."""
     counted = (torch.arange(tokens.shape[1], device=tokens.device)[None] < kept[:, None]) & (tokens >= 0)
-    output_count.index_put_((slots.long()[:, None], tokens.clamp(min=0).long()), counted.to(output_count.dtype), accumulate=True)
+    cell = slots.long()[:, None] * output_count.shape[1] + tokens.clamp(min=0)
+    output_count.view(-1).scatter_add_(0, cell.view(-1), counted.to(output_count.dtype).view(-1))
 
 
 # -- the law f: the draw ----------------------------------------------------------------------------------------------------------------------
@@ -218,6 +219,11 @@ def kept_mask(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     return torch.zeros_like(kept).scatter(1, order, kept | (rank == 0))
 
 
+def spread(x: Tensor, rows: int) -> Tensor:
+    """Parameters of ``rows`` rows from x [rows / n, ...], each entry serving n rows in a row (the nodes of a request)."""
+    return x if x.shape[0] == rows else x.repeat_interleave(rows // x.shape[0], 0, output_size=rows)
+
+
 def gumbel_argmax(
     logits: Tensor,
     temperature: Tensor,
@@ -234,6 +240,7 @@ def gumbel_argmax(
 
     logits [N, V] any float type, after ``adjust_logits``; columns at or above ``vocab_limit`` are ignored. temperature, top_p, min_p [N] float32,
     top_k [N] int32. keys [N, 2], t [N] int32: noise. T = 0: argmax. Else argmax over the kept set of logits / T + g. Ties go to the lowest id.
+    The parameters, keys included, may have N / n rows instead, each serving n rows in a row (the nodes of a request); so may t, by itself.
     ``features``: ``sampled`` when some T is above 0, ``filters`` when such a row uses top-k, top-p or min-p; without them that work is skipped.
     """
     z = logits[:, :vocab_limit].float()
@@ -241,6 +248,7 @@ def gumbel_argmax(
     bad = ~torch.isfinite(best.values)  # a NaN and +inf win the maximum
     y = z.argmax(1)
     if SAMPLED in features:
+        temperature, top_k, top_p, min_p, keys, t = (spread(x, z.shape[0]) for x in (temperature, top_k, top_p, min_p, keys, t))
         warm = temperature > 0
         scores = z / torch.where(warm, temperature, 1.0)[:, None]
         perturbed = scores + gumbel(keys, t, z.shape[1], stream)
@@ -260,6 +268,7 @@ def _draft_scores(
     z = logits.float().nan_to_num(float("-inf"), None, float("-inf"))
     if temperature is None or not sampled:
         return z
+    temperature, keys, t = (spread(x, z.shape[0]) for x in (temperature, keys, t))
     warm = (temperature > 0)[:, None]
     noise = gumbel(keys, t, logits.shape[1] if ids is None else vocab, TARGET, ids)
     return torch.where(warm, z / torch.where(warm, temperature[:, None], 1.0) + noise, z)
@@ -294,7 +303,8 @@ def draft_topk(
 
     logits [N, Vd]. Scores are z / T + g with the target's noise (Gumbel coupling: Daliri, Musco and Suresh), z alone where T = 0, ``temperature``
     [N] is None or ``sampled`` is not in ``features``; logp = log_softmax(scores). Best first, ties to the lowest draft id.
-    keys [N, 2], t [N] int32. ids [Vd]: the target id of each draft id (i + d2t[i]), or None. ``vocab`` (target size) only helps speed.
+    keys [N, 2], t [N] int32; temperature and keys together, or t, may have N / n rows instead, each serving n rows in a row.
+    ids [Vd]: the target id of each draft id (i + d2t[i]), or None. ``vocab`` (target size) only helps speed.
     """
     scores = _draft_scores(logits, temperature, keys, t, ids, vocab, SAMPLED in features)
     values, index = stable_topk(scores, k)

@@ -85,6 +85,11 @@ def _scan(
     width,
     stream,
     tiles,
+    share_rows,
+    share_t,
+    heat_step,
+    key_step,
+    t_step,
     SAMPLED: tl.constexpr,
     DRAFT: tl.constexpr,
     HAS_IDS: tl.constexpr,
@@ -104,9 +109,10 @@ def _scan(
     spoilt = tl.zeros([BLOCK], tl.int32)
     warm = False
     if SAMPLED:
-        heat = tl.load(temperature + row)
+        owner = row // share_rows
+        heat = tl.load(temperature + owner * heat_step)
         warm = heat > 0
-        k0, k1, position = row_noise(keys, t, row)
+        k0, k1, position = row_noise(keys + owner * key_step, t + row // share_t * t_step)
     for tile in range(tiles):
         start = first + tile * BLOCK
         column = start + lane
@@ -247,6 +253,14 @@ def _finish(
     width,
     stream,
     shares,
+    share_rows,
+    share_t,
+    heat_step,
+    k_step,
+    p_step,
+    min_step,
+    key_step,
+    t_step,
     SHARES: tl.constexpr,
     SAMPLED: tl.constexpr,
     FILTERS: tl.constexpr,
@@ -265,14 +279,15 @@ def _finish(
     token = key_index(key)
     sound = (logit_key != SPOILT) & ((logit_key >> 32) != NOTHING)
     if FILTERS:
-        heat = tl.load(temperature + row)
-        k = tl.load(top_k + row).to(tl.int32)
-        p = tl.load(top_p + row)
-        floor = tl.load(min_p + row)
+        owner = row // share_rows
+        heat = tl.load(temperature + owner * heat_step)
+        k = tl.load(top_k + owner * k_step).to(tl.int32)
+        p = tl.load(top_p + owner * p_step)
+        floor = tl.load(min_p + owner * min_step)
         active = (heat > 0) & (((k > 0) & (k < width)) | (p < 1) | (floor > 0))
         # The best logit is always kept: only another winner has to be checked.
         if active & sound & (token != key_index(logit_key)):
-            k0, k1, position = row_noise(keys, t, row)
+            k0, k1, position = row_noise(keys + owner * key_step, t + row // share_t * t_step)
             token = _filtered(logits + row * row_stride, token, key_score(logit_key), heat, k, p, floor, k0, k1, position, stream, width, BLOCK)
     if HAS_IDS:
         token = tl.load(ids + token).to(tl.int32)
@@ -287,6 +302,16 @@ def shares_of(rows: int, width: int, tile: int, programs: int) -> tuple[int, int
     shares = max(1, min(tiles, triton.cdiv(programs, rows)))
     each = triton.cdiv(tiles, shares)
     return triton.cdiv(tiles, each), each
+
+
+def row_parameters(
+    rows: int, temperature: Tensor | None, keys: Tensor, t: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, tuple[int, int, int, int, int]]:
+    """Temperature, keys and t as kernels take them, all None for a greedy job, and (rows an entry serves, rows a t serves, three strides)."""
+    if temperature is None:
+        return None, None, None, (1, 1, 0, 0, 0)
+    assert keys.stride(1) == 1, "the two words of a key stand side by side"
+    return temperature, keys, t, (rows // temperature.shape[0], rows // t.shape[0], temperature.stride(0), keys.stride(0), t.stride(0))
 
 
 def _argmax(
@@ -309,14 +334,18 @@ def _argmax(
     sampled = temperature is not None
     shares, each = shares_of(rows, width, TILE, PROGRAMS * sm_count(logits.device))
     best = torch.empty(2 if sampled else 1, rows, shares, dtype=torch.int64, device=logits.device)
-    keys, t = keys.contiguous(), t.contiguous()
-    heat = temperature.contiguous() if temperature is not None else None
-    top_k, top_p, min_p = (x.contiguous() for x in filters) if filters else (None, None, None)
+    heat, noise_keys, noise_t, steps = row_parameters(rows, temperature, keys, t)
+    owners, places, heat_step, key_step, t_step = steps
+    top_k, top_p, min_p = filters or (None, None, None)
+    cut_steps = [x.stride(0) for x in filters] if filters else [0, 0, 0]
     flags = {"SAMPLED": sampled, "DRAFT": draft, "HAS_IDS": ids is not None, "BLOCK": TILE, "num_warps": 8} | pdl_options(logits.device)
     stride = logits.stride(0)
-    _scan[(rows, shares)](logits, stride, heat, keys, t, ids, best[0], best[-1], width, stream, each, **flags)
+    _scan[(rows, shares)](logits, stride, heat, noise_keys, noise_t, ids, best[0], best[-1], width, stream, each, *steps, **flags)
     flags |= {"FILTERS": filters is not None, "SHARES": triton.next_power_of_2(shares), "num_warps": (16 if rows <= 128 else 8) if filters else 1}
-    _finish[(rows,)](logits, stride, best[0], best[-1], heat, top_k, top_p, min_p, keys, t, ids, y, width, stream, shares, **flags)
+    _finish[(rows,)](
+        logits, stride, best[0], best[-1], heat, top_k, top_p, min_p, noise_keys, noise_t, ids, y, width, stream, shares,
+        owners, places, heat_step, *cut_steps, key_step, t_step, **flags,
+    )  # fmt: skip
     return y
 
 

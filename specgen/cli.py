@@ -22,7 +22,7 @@ from specgen import __version__, folders, resuming
 from specgen.compose import composer, enter_hydra, folder_asked_for, options, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
 from specgen.errors import ConfigError, SpecgenError
-from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, debugging, defect, launch, one_line, say
+from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line, say
 from specgen.overrides import Override, parse, plain_value, quoted, refuse_sweep
 from specgen.validate import validate
 
@@ -36,7 +36,7 @@ FLAGS = (("--help", "-h"), ("--version",), ("--hydra-help",), ("--resolve",), ("
 
 def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> int:
     """Run the command line and return the exit code. An error of the user is one line on stderr (``SPECGEN_DEBUG=1`` adds the traceback)."""
-    with _signals() as received:
+    with _terminable():
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv), runner or Specgen())
         except SpecgenError as error:
@@ -44,8 +44,10 @@ def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> 
                 traceback.print_exception(error)
             say(one_line(error))
             return 2
+        except Terminated:
+            return TERMINATED
         except KeyboardInterrupt:
-            return TERMINATED if signal.SIGTERM in received else INTERRUPTED
+            return INTERRUPTED
         except BrokenPipeError:  # the reader of our output (head, less) has gone
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -54,20 +56,18 @@ def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> 
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """SIGTERM interrupts as SIGINT does; the list tells which it was."""
-    received: list[int] = []
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises ``Terminated``, where signals can be handled."""
 
     def terminate(number: int, frame: Any) -> NoReturn:
-        received.append(number)
-        raise KeyboardInterrupt
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
     before = signal.signal(signal.SIGTERM, terminate)
     try:
-        yield received
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -118,8 +118,10 @@ def _resume(overrides: list[Override], multirun: bool, runner: Runner) -> int:
         raise ConfigError("resume= goes on with one job; leave out -m")
     for override in overrides:
         refuse_sweep(override)
-    values = {o.key: plain_value(o) for o in overrides if not o.key.startswith("hydra.")}
-    return resuming.resume(values, _of_job([o.text for o in overrides]), runner)
+        if override.key.startswith("hydra."):
+            raise ConfigError(f"{override.key} has no meaning with resume=; leave it out")
+    values = {o.key: plain_value(o) for o in overrides}
+    return resuming.resume(values, [o.text for o in overrides], runner)
 
 
 @dataclass
@@ -205,7 +207,7 @@ def _run_all(settings: list[str], folder: Path, outcomes: list[Outcome], runner:
         outcome = outcomes[HydraConfig.get().job.num]
         launch(cfg, outcome, runner)
         if outcome.exit_code in (INTERRUPTED, TERMINATED):  # the job ended itself in good order; the sweep ends too
-            signal.raise_signal(signal.SIGTERM if outcome.exit_code == TERMINATED else signal.SIGINT)
+            raise Terminated if outcome.exit_code == TERMINATED else KeyboardInterrupt
 
     OmegaConf.register_new_resolver("specgen_job_folder", lambda number: outcomes[int(number)].folder.name, replace=True)
     place = [f"hydra.sweep.dir={quoted(str(folder.absolute()))}", "hydra.sweep.subdir='${specgen_job_folder:${hydra.job.num}}'"]

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.config import GROUPS, Config
+from specgen.config import GROUPS, PATH_KEYS, Config
 from specgen.errors import ConfigError
 from specgen.overrides import shipped_options, unescape_composed
 from specgen.schema import build
@@ -57,7 +57,7 @@ def reworded() -> Iterator[None]:
 
 
 def to_config(cfg: DictConfig, overrides: Sequence[str]) -> Config:
-    """A composed configuration as a ``Config``: resolved, typed, complete, and the escapes of texts given in ``overrides`` resolved."""
+    """A composed configuration as a ``Config``: resolved, typed, complete, ``~`` expanded, the escapes of texts in ``overrides`` resolved."""
     from omegaconf import OmegaConf, open_dict
 
     cfg = copy.copy(cfg)
@@ -67,6 +67,11 @@ def to_config(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     with reworded():
         mapping: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     unescape_composed(mapping, overrides)
+    for key in PATH_KEYS:
+        section, _, name = key.partition(".")
+        value = mapping.get(section, {}).get(name)
+        if isinstance(value, str) and value.startswith("~"):
+            mapping[section][name] = os.path.expanduser(value)
     return build(mapping, complete=True)
 
 

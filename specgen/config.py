@@ -213,6 +213,10 @@ RANGES: dict[str, Range] = {
 }
 
 
+# Keys that may name a file or folder here.
+PATH_KEYS = ("model.path", "draft.path", "data.path", "data.chat_template", "task.path")
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Nested plain mappings with the command line's names, as ``.hydra/config.yaml`` holds them."""
     return asdict(config)

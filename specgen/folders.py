@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import secrets
 import sys
@@ -47,9 +48,9 @@ def claim(chosen: str | None, root: str = "outputs") -> tuple[Path, list[Path]]:
 
 def refuse_results(folder: Path) -> None:
     """Raise ConfigError when ``folder`` holds results already, or is no folder."""
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(f"output.dir={folder} is a file; choose a folder")
-    held = next((name for name in RESULTS if (folder / name).exists()), None)
+    held = next((name for name in RESULTS if os.path.exists(folder / name)), None)
     if held is not None:
         remedy = "choose another folder" if held in ("sweep.csv", "multirun.yaml") else f"go on with resume={folder}, or choose another folder"
         raise ConfigError(f"output.dir={folder} holds results already ({held}); {remedy}")
@@ -57,7 +58,7 @@ def refuse_results(folder: Path) -> None:
 
 def make(folder: Path) -> list[Path]:
     """Make ``folder`` with its parents and return those that were not there, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     made = []
     for path in reversed(missing):
         try:
@@ -144,6 +145,8 @@ def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequen
         target.mkdir(parents=True)
     except FileExistsError as error:
         raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
+    except OSError as error:
+        raise ConfigError(f"output.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
     (target / "config.yaml").write_text(dump_yaml(dict(config)), encoding="utf-8")
     (target / "overrides.yaml").write_text(dump_yaml(list(overrides)), encoding="utf-8")
     (target / "hydra.yaml").write_text(hydra, encoding="utf-8")
@@ -174,7 +177,10 @@ def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.L
     console.addFilter(lambda record: not getattr(record, "file_only", False))
     handlers: list[logging.Handler] = [console]
     if folder is not None:
-        file = logging.FileHandler(folder / "specgen.log", encoding="utf-8", delay=True)
+        try:
+            file = logging.FileHandler(folder / "specgen.log", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{folder / 'specgen.log'} cannot be written: {error.strerror}; free the folder or choose another") from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handlers.append(file)
     level = logger.level

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specgen import folders
 from specgen.compose import to_config
-from specgen.config import Config, to_dict
+from specgen.config import PATH_KEYS, Config, to_dict
 from specgen.errors import SpecgenError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-PATH_KEYS = ("model.path", "draft.path", "data.path", "data.chat_template", "task.path")
 INTERRUPTED, TERMINATED = 130, 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which interrupts as SIGINT does."""
 
 
 class Runner(Protocol):
@@ -119,8 +122,10 @@ def launch(cfg: DictConfig, outcome: Outcome, runner: Runner) -> None:
     try:
         with folders.logging_to(folder, verbose=bool(hydra.verbose)) as log:
             outcome.exit_code, outcome.error = guarded(lambda: runner.run_job(config, folder, outcome.overrides), log)
-    except KeyboardInterrupt:
-        outcome.exit_code, outcome.error = INTERRUPTED, "interrupted"
+    except SpecgenError as error:
+        outcome.exit_code, outcome.error = 2, one_line(error)
+    except KeyboardInterrupt as interrupt:
+        outcome.exit_code, outcome.error = TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED, "interrupted"
         say(f"interrupted; python -m specgen resume={outcome.folder} goes on")
         raise
     if outcome.exit_code == 2 and outcome.made is not None:
@@ -147,6 +152,6 @@ def with_absolute_paths(config: Config, start: Path) -> Config:
     for key in PATH_KEYS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
-        if value is not None and (start / value).exists():
+        if value is not None and os.path.exists(start / value):
             setattr(getattr(config, section), name, str(start / value))
     return config

@@ -5,6 +5,7 @@ Boundary: uses Hydra's override grammar (to know what Hydra would read) and noth
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from specgen.validate import SUFFIXES, data_source_for
 
 TEXT_LISTS = frozenset(key for key in KEYS if is_list(key) and "str" in str(KEYS[key]))
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.chdir", "hydra.verbose", "hydra.mode", "hydra.searchpath")
-HYDRA_PREFIXES = ("hydra.sweeper.params.", "hydra.job.env_set.")
+HYDRA_PREFIXES = ("hydra.job.env_set.",)
 FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir")  # both mean output.dir
 NULL_HINTS = {"draft": "draft=none", "task": "task=none", "model": "model=embedded", "data": "data=embedded"}
 
@@ -261,13 +262,13 @@ def _check_option(group: str, name: str, options: list[str]) -> None:
 
 
 def _looks_like_path(name: str) -> bool:
-    return any(c in name for c in "/\\@") or name.startswith((".", "~")) or Path(name).exists() or Path(name).suffix in SUFFIXES
+    return any(c in name for c in "/\\@") or name.startswith((".", "~")) or os.path.exists(name) or Path(name).suffix in SUFFIXES
 
 
 def _path_form(group: str, path: str) -> str:
     if group == "model":
         name, _, revision = path.partition("@")
-        if revision and not Path(path).exists():
+        if revision and not os.path.exists(path):
             return f"model=hf model.path={name} model.revision={revision}"
         return f"model=hf model.path={path}"
     if group == "draft":

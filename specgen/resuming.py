@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen import folders
-from specgen.config import Config
+from specgen.config import PATH_KEYS, Config
 from specgen.errors import ConfigError, DataError
-from specgen.launch import PATH_KEYS, Runner, guarded, say, with_absolute_paths
+from specgen.launch import Runner, guarded, say, with_absolute_paths
 from specgen.overrides import split_elements
 from specgen.schema import SELECTORS, build, convert, shown
 from specgen.validate import get, validate

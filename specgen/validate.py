@@ -18,7 +18,7 @@ from specgen.data.files import input_files
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
 from specgen.draft.checkpoints import check_kind
-from specgen.errors import CheckpointError, ConfigError, SpecgenError
+from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
 from specgen.schema import SELECTORS, shown
 
 ANYTHING = object()
@@ -82,7 +82,8 @@ def _check_ranges(config: Config) -> None:
         if value is None or (key == "draft.num_steps" and config.draft.method == "none"):
             continue
         if complaint := allowed.complaint(value):
-            raise ConfigError(f"{key}={shown(value)}: {complaint}")
+            instead = "; use draft=none for plain decoding" if key == "draft.num_steps" and value == 0 else ""
+            raise ConfigError(f"{key}={shown(value)}: {complaint}{instead}")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.model.device):
         raise ConfigError(f"model.device={config.model.device}: must be auto, cpu, cuda or cuda:N")
 
@@ -124,7 +125,7 @@ SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".csv": "cs
 def data_source_for(path: str) -> str:
     """The data group's name that reads ``path``: by suffix, else jsonl for what exists here and hub for what does not."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix in SUFFIXES]
-    return SUFFIXES[suffixes[-1]] if suffixes else "jsonl" if Path(path).exists() else "hub"
+    return SUFFIXES[suffixes[-1]] if suffixes else "jsonl" if os.path.exists(path) else "hub"
 
 
 def _check_draft(draft: DraftConfig) -> None:
@@ -233,11 +234,11 @@ def check_local(config: Config) -> None:
 def local_folder(group: str, path: str, revision: str | None) -> Path | None:
     """The checkpoint folder ``path`` names, or None for a hub id. Raises CheckpointError when it is neither."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         if revision is not None:
             raise ConfigError(f"{group}.revision={revision} belongs to a hub id, but {group}.path={path} is a local folder; leave it out")
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise CheckpointError(f"{group}.path={path} is a file; give the folder that holds config.json and the weights")
     name, at, branch = path.partition("@")
     if at and HUB_ID.fullmatch(name):
@@ -251,11 +252,14 @@ def local_folder(group: str, path: str, revision: str | None) -> Path | None:
 def _check_input_files(config: Config) -> None:
     suffixes = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}
     if config.data.source in suffixes:
-        input_files(config.data.path, suffixes[config.data.source], config.data.source)
+        try:
+            input_files(config.data.path, suffixes[config.data.source], config.data.source)
+        except OSError as error:
+            raise DataError(f"data.path={shown(config.data.path)}: {error.strerror}; check data.path") from error
     template = config.data.chat_template
-    if template not in ("auto", "none") and not Path(template).expanduser().is_file():
+    if template not in ("auto", "none") and not os.path.isfile(Path(template).expanduser()):
         raise ConfigError(f"data.chat_template={template}: no such file; use auto, none or a file")
-    if config.task.path is not None and not Path(config.task.path).expanduser().exists():
+    if config.task.path is not None and not os.path.exists(Path(config.task.path).expanduser()):
         raise ConfigError(f"task.path={config.task.path}: no such file or folder")
 
 

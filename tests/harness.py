@@ -83,7 +83,9 @@ class Run:
         return [[step.accepted for step in steps] for steps in self.steps]
 
 
-def drafter_of(target: str, draft: str | None, *, max_length: int | None = None, tokenizer: Any = None, **options: Any) -> tuple[Drafter, DraftConfig]:
+def drafter_of(
+    target: str, draft: str | None, *, max_length: int | None = None, tokenizer: Any = None, **options: Any
+) -> tuple[Drafter, DraftConfig]:
     """A drafter for a toy target. ``draft``: ``METHOD`` or ``METHOD:TOY``; None for plain decoding."""
     method, _, toy = (draft or "none").partition(":")
     config = DraftConfig(method=method, path=str(toy_folder() / toy) if toy else None, **options)
@@ -119,7 +121,8 @@ def requests_of(prompts: Sequence[Sequence[int]], sampling: SamplingParams | Seq
     """One request a prompt, keyed by its index."""
     each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     return [
-        Request(Prompt(index=i, id=i, key=i, token_ids=list(ids)), params, **common) for i, (ids, params) in enumerate(zip(prompts, each, strict=True))
+        Request(Prompt(index=i, id=i, key=i, token_ids=list(ids)), params, **common)
+        for i, (ids, params) in enumerate(zip(prompts, each, strict=True))
     ]
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,11 @@ from specgen.config import Config
 from specgen.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
+
+ONE_PROCESS = (
+    "specgen runs its jobs in one process and names their folders; of Hydra's keys it takes "
+    "hydra.run.dir, hydra.sweep.dir, hydra.job.chdir, hydra.verbose, hydra.mode, hydra.searchpath"
+)
 
 
 class Stub:
@@ -145,12 +151,19 @@ def test_a_job_gets_a_dated_folder_with_its_configuration_and_log() -> None:
     code, stub = run("sampling.max_tokens=7", stub=Stub(act))
     config, folder, overrides, resume = stub.jobs[0]
     assert (code, overrides, resume, config.sampling.max_tokens) == (0, ["sampling.max_tokens=7"], False, 7)
-    assert __import__("re").fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", str(folder))
+    assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-[0-9a-f]{6}", str(folder))
     stored = yaml.safe_load((folder / ".hydra/config.yaml").read_text())
     assert (stored["sampling"]["max_tokens"], stored["model"]["source"]) == (7, "embedded")
     assert yaml.safe_load((folder / ".hydra/overrides.yaml").read_text()) == ["sampling.max_tokens=7"]
     assert yaml.safe_load((folder / ".hydra/hydra.yaml").read_text())["hydra"]["job"]["name"] == "specgen"
     assert (folder / "specgen.log").read_text().endswith("INFO specgen: hello\n")
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
+    _, stub = run("data=jsonl", "data.path='~/in.jsonl'")
+    assert stub.config.data.path == str(tmp_path / "in.jsonl")
 
 
 def test_two_jobs_of_one_second_get_two_folders() -> None:
@@ -186,7 +199,7 @@ def test_a_job_that_fails_after_its_first_row_keeps_its_folder(capsys: pytest.Ca
     def act(config: Config, folder: Path) -> int:
         raise CheckpointError("late")
 
-    code, stub = run("output.dir=o", stub=Stub(act))
+    code, _ = run("output.dir=o", stub=Stub(act))
     assert (code, capsys.readouterr().err) == (2, "specgen: late\n")
     assert "ERROR specgen: late" in Path("o/specgen.log").read_text()
 
@@ -216,7 +229,7 @@ def test_the_runs_exit_code_is_the_commands(code: int) -> None:
 
 
 def test_a_defect_exits_1_with_its_traceback_on_stderr_and_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    code, stub = run("output.dir=o", stub=Stub(lambda c, f: 1 // 0))
+    code, _ = run("output.dir=o", stub=Stub(lambda c, f: 1 // 0))
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" in err and err.endswith("specgen: the error above is a defect of specgen, not of your call\n")
     assert "ZeroDivisionError" in Path("o/specgen.log").read_text()
@@ -320,7 +333,7 @@ def test_the_overrides_that_are_stored_give_the_same_job_again() -> None:
         ("data.path=donn\u00e9es.jsonl", "\"data.path='donn\u00e9es.jsonl'\""),
         ("data.path=~x", "\"data.path='~x'\""),
         ("data.path=a$(b", "'data.path=\"a$(b\"'"),
-        ("data.path=it's", "\"data.path=\\\"it's\\\"\""),
+        ("data.path=it's", '"data.path=\\"it\'s\\""'),
     ],
 )
 def test_values_the_grammar_refuses_come_back_in_the_form_to_paste(argument: str, paste: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,6 +396,13 @@ def test_an_equals_sign_in_a_path_works_quoted_and_escaped(tmp_path: Path) -> No
         ("resume=nowhere", "resume=nowhere is not a run folder: it has no .hydra/config.yaml"),
         ("merge=a output.dir=b", "merge= needs at least two run folders and a new one: merge=DIR,DIR output.dir=DIR"),
         ("merge=a,b output.dir=c", "merge: a is not a folder"),
+        ("hydra/launcher=joblib", f"hydra/launcher cannot be set: {ONE_PROCESS}"),
+        ("hydra.output_subdir=x", f"hydra.output_subdir cannot be set: {ONE_PROCESS}"),
+        (f"output.dir={'x' * 300}", f"output.dir={'x' * 300} cannot be made: File name too long; choose another folder"),
+        (
+            f"model=hf draft=ngram model.path={'x/' * 2000}",
+            f"model.path={'x/' * 2000}: no such folder, and not a hub id of the form ORGANISATION/NAME",
+        ),
         ("merge=a,b engine.max_batch=3", "merge= takes output.dir= and nothing else; leave out engine.max_batch"),
     ],
 )
@@ -428,7 +448,7 @@ def test_a_users_own_group_file_is_found() -> None:
 
 
 def test_resume_goes_on_with_the_stored_configuration(tmp_path: Path) -> None:
-    _, first = run("output.dir=o", "draft=eagle3", 'sampling.stop=["\\n"]', "sampling.max_tokens=5")
+    run("output.dir=o", "draft=eagle3", 'sampling.stop=["\\n"]', "sampling.max_tokens=5")
     stored = (tmp_path / "o/.hydra/config.yaml").read_bytes()
     code, stub = run("resume=o", "engine.max_batch=3", "sampling.max_tokens=5", "draft=eagle3", "resume_errors=true")
     config, folder, overrides, resume = stub.jobs[0]
@@ -446,6 +466,7 @@ def test_resume_goes_on_with_the_stored_configuration(tmp_path: Path) -> None:
         ("output.dir=p", "output.dir=p: a resumed run stays in its folder o; leave it out"),
         ("experiment=steps", "experiment cannot be changed on resume: the run goes on under its own configuration; leave it out"),
         ("-m", "resume= goes on with one job; leave out -m"),
+        ("hydra.job.chdir=true", "hydra.job.chdir has no meaning with resume=; leave it out"),
     ],
 )
 def test_resume_refuses_other_changes_by_name(change: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

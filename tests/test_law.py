@@ -157,16 +157,15 @@ def test_draws_follow_the_softmax_of_the_kept_set() -> None:
 @pytest.mark.parametrize("seed", range(9))
 def test_sampler_kernel_equals_the_reference(device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     vocab = [1, 3, 15, 16, 37, 64, 100, 129, 250][seed]
-    rows = random_rows(24, vocab, seed, ties=seed % 2 == 0)
+    rows = random_rows(8 if device == "cpu" else 64, vocab, seed, ties=seed % 2 == 0)
     rows.logits[0, 0], rows.logits[1, -1], rows.logits[2] = float("nan"), float("inf"), float("-inf")
+    limit = vocab if seed % 3 else max(1, vocab - 2)
     monkeypatch.setattr(kernel, "TILE", 32)
-    for programs in (1, 16) if device == "cpu" else (8,):
-        monkeypatch.setattr(kernel, "PROGRAMS", programs / 8)
-        for features in (GREEDY, SAMPLED, FILTERS):
-            for limit in {vocab, max(1, vocab - 2)}:
-                expected = reference.gumbel_argmax(*rows.args(), limit, 0, features)
-                got = kernel.gumbel_argmax(*rows.to(device).args(), limit, 0, features)
-                assert got.tolist() == expected.tolist(), (programs, features, limit)
+    monkeypatch.setattr(kernel, "sm_count", lambda _: 100 if seed % 2 else 1)  # a program for each tile, or several tiles for a program
+    for features in (GREEDY, SAMPLED, FILTERS):
+        expected = reference.gumbel_argmax(*rows.args(), limit, 0, features)
+        got = kernel.gumbel_argmax(*rows.to(device).args(), limit, 0, features)
+        assert got.tolist() == expected.tolist(), features
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -193,6 +192,29 @@ def test_sampler_kernel_reads_half_precision_and_rows_of_a_wider_buffer(device: 
     moved = rows.to(device)
     moved.logits = wide.to(device)[:, :70]
     assert kernel.gumbel_argmax(*moved.args(), 70).tolist() == reference.gumbel_argmax(*rows.args(), 70).tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_entry_of_parameters_may_serve_the_nodes_of_a_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "TILE", 32)
+    monkeypatch.setattr(topk_kernel, "TILE", 32)
+    nodes, few = 3, random_rows(4, 50, 21, ties=True)
+    logits = random_rows(4 * nodes, 50, 22, ties=True).logits
+    whole = Rows(logits, *(x.repeat_interleave(nodes, 0) for x in few.args()[1:]))
+    # Parameters as columns of one table, as the engine keeps them, and a t for each node.
+    table = torch.stack([few.temperature, few.top_p, few.min_p], 1).to(device)
+    ints = torch.cat([few.top_k[:, None], few.keys], 1).to(device)
+    t = torch.arange(4 * nodes, dtype=torch.int32, device=device)
+    shared = (table[:, 0], ints[:, 0], table[:, 1], table[:, 2], ints[:, 1:], t)
+    whole.t = t.cpu()
+    expected = reference.gumbel_argmax(*whole.args(), 50)
+    assert reference.gumbel_argmax(logits, *(x.cpu() for x in shared), 50).tolist() == expected.tolist()
+    assert kernel.gumbel_argmax(logits.to(device), *shared, 50).tolist() == expected.tolist()
+    draft = (table[:, 0], ints[:, 1:], few.t.to(device))
+    best = reference.draft_argmax(logits, whole.temperature, whole.keys, few.t.repeat_interleave(nodes))
+    assert reference.draft_argmax(logits, *(x.cpu() for x in draft)).tolist() == best.tolist()
+    assert kernel.draft_argmax(logits.to(device), *draft).tolist() == best.tolist()
+    assert topk_kernel.draft_topk(logits.to(device), 2, *draft)[0][:, 0].tolist() == best.tolist()
 
 
 @pytest.mark.gpu

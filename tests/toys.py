@@ -296,7 +296,7 @@ def build(root: Path) -> None:
     mimo = model_config(VOCAB, 8, num_nextn_predict_layers=1)
     write(root, "target_mtp", target | mtp_module(), mimo)
     write(root, "target_mtp_stirred", target | stirred(mtp_module()), mimo)
-    write(root, "stoch_target", table_model(law_table(TARGET_LAW), 2), model_config(VOCAB, 2))
+    write(root, "stoch_target", table_model(law_table(TARGET_LAW), 1), model_config(VOCAB, 1))
     write(root, "stoch_draft", table_model(law_table(DRAFT_LAW), 1), model_config(VOCAB, 1))
     write(root, "stoch_draft_same", table_model(law_table(TARGET_LAW), 1), model_config(VOCAB, 1))
     write(root, "rand_target", random_model(), model_config(VOCAB, 4))
@@ -519,7 +519,10 @@ class RecomputeHead:
             out = _run_layer(w, "midlayer.", features, x)
             return _rms(out, w["norm.weight"]), out
         p = "model.mtp_layers.0."
-        x = np.concatenate([_rms(features, w[p + "hidden_layernorm.weight"]), _rms(emb, w[p + "token_layernorm.weight"])], 1) @ w[p + "input_proj.weight"].T
+        x = (
+            np.concatenate([_rms(features, w[p + "hidden_layernorm.weight"]), _rms(emb, w[p + "token_layernorm.weight"])], 1)
+            @ w[p + "input_proj.weight"].T
+        )
         out = _rms(_run_layer(w, p, x, _rms(x, w[p + "input_layernorm.weight"])), w[p + "final_layernorm.weight"])
         return out, out
 

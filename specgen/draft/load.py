@@ -36,6 +36,14 @@ def draft_folder(draft: DraftConfig, model: ModelConfig) -> Path:
     raise ConfigError(f"draft={draft.method} with model=hf needs a checkpoint: give draft.path=X, or draft=none")
 
 
+def check_topk(topk: int, head: Any, target: Target) -> None:
+    """Raise ConfigError when a head has fewer token ids than a node should have children."""
+    model = head.model if isinstance(head, DraftModelHead) else target
+    vocab = model.vocab_size if head.id_map is None else head.id_map.shape[0]
+    if topk > vocab:
+        raise ConfigError(f"draft.topk={topk} is more than the drafter's {vocab} token ids: choose a smaller draft.topk")
+
+
 def load_drafter(draft: DraftConfig, model: ModelConfig, target: Target, tokenizer: Any | None = None) -> Drafter:
     """The drafter of a job on the target's device, without KV (``bind`` allocates it). Raises ConfigError or CheckpointError."""
     if draft.method == "none" or draft.num_steps == 0:
@@ -62,7 +70,5 @@ def load_drafter(draft: DraftConfig, model: ModelConfig, target: Target, tokeniz
         head = MtpHead(folder, target)
     else:
         raise ConfigError(f"draft={draft.method} is not supported in this version")
-    vocab = len(head.id_map) if head.id_map is not None else head.model.vocab_size if draft.method == "draft_model" else target.vocab_size
-    if draft.topk > vocab:
-        raise ConfigError(f"draft.topk={draft.topk} is more than the drafter's {vocab} token ids: choose a smaller draft.topk")
+    check_topk(draft.topk, head, target)
     return AutoregressiveDrafter(head, draft.topk, draft.num_steps, nodes)

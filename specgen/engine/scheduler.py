@@ -105,6 +105,8 @@ class Scheduler:
             request.status, request.finish_reason = "finished", "length"
         elif prompt == 0 or prompt >= self.max_length:
             fail(request, "ContextError", f"a prompt of {prompt} tokens leaves no room to generate: 1 to {self.max_length - 1} fit model.max_length")
+        elif request.sampling.stop and self.text.tokenizer is None:
+            fail(request, "ConfigError", "sampling.stop needs the model's tokenizer, and there is none: give sampling.stop_token_ids instead")
         elif need > self.pages.num_pages - 1:
             room = (self.pages.num_pages - 1) * self.pages.page_size
             fail(request, "CapacityError", f"the row may need {most + self.reserve} KV slots and the pool holds {room}: raise engine.kv_memory_gb")

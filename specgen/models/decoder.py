@@ -22,7 +22,7 @@ from specgen.models.attention import KvShape, attend
 from specgen.models.rope import RopeTable
 from specgen.types import Layout
 
-ACTIVATIONS = {"silu": ops.silu_mul, "swish": ops.silu_mul, "gelu_pytorch_tanh": ops.gelu_tanh_mul}
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,10 @@ def finish_layer(layer: DecoderLayer, attn_THD: Tensor, residual_TE: Tensor, det
     if layer.post_attn_norm is not None:
         x = ops.rms_norm(x, layer.post_attn_norm, spec.eps, spec.plus_one)
     x, residual = ops.add_rms_norm(x, residual_TE, layer.mlp_norm, spec.eps, spec.plus_one)
-    x = ACTIVATIONS[spec.activation](ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic))
+    if spec.activation == "gelu_pytorch_tanh":
+        x = ops.gelu_tanh_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic))
+    else:
+        x = ops.linear_silu_mul(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
     x = ops.linear(x, layer.down, layer.down_bias, deterministic=deterministic)
     if layer.post_mlp_norm is not None:
         x = ops.rms_norm(x, layer.post_mlp_norm, spec.eps, spec.plus_one)

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from specgen.models.decoder import ACTIVATIONS, LayerSpec
+from specgen.models.rope import rope_parameters
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -41,6 +42,8 @@ def plan_for(config: PretrainedConfig) -> Plan:
         raise NotFusable(f"no fused forward for model type {config.model_type!r}")
     if getattr(config, "quantization_config", None) is not None:
         raise NotFusable("the checkpoint is quantized")
+    if rope_parameters(config)["partial_rotary_factor"] != 1.0:
+        raise NotFusable("rotary positions on a part of the head")
     return family(config)
 
 

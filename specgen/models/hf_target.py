@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specgen.errors import CheckpointError
+from specgen.errors import CheckpointError, ConfigError
 from specgen.models.attention import ATTENTION_NAME, AttentionContext, KvPool
 from specgen.models.rope import frequencies, rope_parameters
 from specgen.models.target import Hidden, Placement, Target
@@ -113,6 +113,12 @@ class HfTarget(Target):
                 f"{type(self.model).__name__}: the paged forward differs from transformers' own by {error:.2f} (relative); "
                 "this architecture cannot run here"
             )
+
+    def make_deterministic(self) -> None:
+        raise ConfigError(
+            f"engine.deterministic=true needs batch-invariant kernels, and {type(self.model).__name__} runs on transformers' own forward "
+            f"({self.unfused_reason}): set engine.deterministic=false"
+        )
 
     @property
     def embed_weight(self) -> Tensor:

@@ -44,13 +44,11 @@ class Placement:
 class Target(ABC):
     """A loaded causal language model on one device.
 
-    ``fused`` tells which implementation it is, ``unfused_reason`` why it is not. ``deterministic`` (set by the engine; fused targets only) selects
-    batch-invariant kernels. Auxiliary id i is the residual stream after i layers (the input of layer i); i = num_layers is the state before the
-    final norm.
+    ``fused`` tells which implementation it is, ``unfused_reason`` why it is not. Auxiliary id i is the residual stream after i layers (the input of
+    layer i); i = num_layers is the state before the final norm.
     """
 
     fused: bool
-    deterministic: bool = False
     unfused_reason: str | None = None
     config: PretrainedConfig
     device: torch.device
@@ -88,6 +86,10 @@ class Target(ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, E] after the final norm -> logits [n, V] in the model's dtype, the model's own capping and scaling included."""
 
+    @abstractmethod
+    def make_deterministic(self) -> None:
+        """From now on a row's result is the same bits whatever stands beside it and however its prompt is chunked; ConfigError if that cannot be."""
+
     def make_pool(self, num_pages: int, page_size: int) -> KvPool:
         """A zeroed pool for this model's layers; page 0 is scratch."""
         return KvPool.allocate(self.kv_spec, num_pages, page_size, self.dtype, self.device)
@@ -102,6 +104,7 @@ class FusedTarget(Target):
     """Our own forward over the checkpoint's weights, for the families of ``fuse.py``. Batch-invariant when the kernels are."""
 
     fused = True
+    deterministic = False
 
     def __init__(self, config: PretrainedConfig, plan: Plan, place: Placement) -> None:
         """Allocates every weight, unfilled (device meta: for sizes and names only). A tied head is the embedding itself."""
@@ -142,6 +145,9 @@ class FusedTarget(Target):
     def embed(self, ids: Tensor) -> Tensor:
         x = ops.embed(ids, self._embed)
         return x if self._scale is None else x * self._scale
+
+    def make_deterministic(self) -> None:
+        self.deterministic = True
 
     def forward(self, ids: Tensor, layout: Layout, pool: KvPool, aux_layers: tuple[int, ...] = (), prenorm: bool = False) -> Hidden:
         width = self.hidden_size

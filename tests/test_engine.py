@@ -1,0 +1,343 @@
+"""The engine as a whole: the draft, the batch and memory pressure change how fast a row comes, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+
+from specgen.types import Request, SamplingParams
+from tests.harness import Run, drive, engine_of, requests_of, run
+from tests.toys import EOS, HALF, NEVER, SUCCESSOR, endless_text, expected_rand, follow, plain, tally_chain
+
+ROWS = expected_rand()
+PROMPTS = [row["prompt"] for row in ROWS]
+GREEDY = [row["greedy"] for row in ROWS]
+SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=7)
+FILTERED = SamplingParams(max_tokens=24, temperature=0.8, seed=7, top_k=20, top_p=0.9, min_p=0.02)
+
+
+@cache
+def reference(sampling: SamplingParams) -> list[list[int]]:
+    """Plain decoding, one row at a time."""
+    return run("rand_target", None, PROMPTS, sampling, batch=1).ids
+
+
+def _settings() -> list[tuple]:
+    """Methods against every batch, overlap and order in turn: (draft, topk, steps, batch, overlap, order)."""
+    drafts = [(None, 1, 1), ("ngram", 1, 2), ("ngram", 1, 5)]
+    drafts += [("draft_model:rand_draft", k, s) for k, s in ((1, 1), (1, 4), (2, 3), (4, 2), (8, 1))]
+    drafts += [(head, k, s) for head in ("eagle:eagle1_stirred", "eagle3:eagle3_stirred") for k, s in ((1, 3), (3, 2))]
+    around = itertools.cycle([(8, 0, None), (3, 1, SHUFFLED), (8, 1, SHUFFLED), (2, 0, SHUFFLED)])
+    return [(*draft, *next(around)) for draft in drafts for _ in range(2)]
+
+
+@pytest.mark.parametrize(("draft", "topk", "steps", "batch", "overlap", "order"), _settings())
+@pytest.mark.parametrize("sampling", [SAMPLED, FILTERED], ids=["T=0.8", "T=0.8 filtered"])
+def test_sampled_text_does_not_depend_on_the_draft_the_batch_or_the_order(
+    draft: str | None, topk: int, steps: int, batch: int, overlap: int, order: list[int] | None, sampling: SamplingParams
+) -> None:
+    if sampling is FILTERED and overlap:
+        batch = 8
+    result = run("rand_target", draft, PROMPTS, sampling, topk=topk, steps=steps, batch=batch, overlap=overlap, order=order, page=4)
+    assert result.ids == reference(sampling)
+
+
+@pytest.mark.parametrize(
+    ("draft", "topk", "steps"), [("ngram", 1, 4), ("eagle:eagle1_stirred", 1, 3), ("eagle:eagle1_stirred", 4, 2), ("eagle3:eagle3_stirred", 2, 3)]
+)
+@pytest.mark.parametrize(("batch", "overlap", "order"), [(8, 1, None), (3, 0, SHUFFLED)])
+def test_greedy_text_does_not_depend_on_the_draft_the_batch_or_the_order(
+    draft: str, topk: int, steps: int, batch: int, overlap: int, order: list[int] | None
+) -> None:
+    result = run("rand_target", draft, PROMPTS, topk=topk, steps=steps, batch=batch, overlap=overlap, order=order, page=4)
+    assert result.ids == GREEDY
+
+
+def test_the_toys_are_sampled_widely_enough_to_notice() -> None:
+    assert len({token for ids in reference(SAMPLED) for token in ids}) > 30
+    assert reference(SAMPLED) != reference(FILTERED) != [g[:24] for g in GREEDY]
+
+
+@pytest.mark.parametrize(("topk", "steps"), [(1, 3), (4, 2)])
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["T=0", "T=0.8"])
+def test_counts_do_not_depend_on_batch_overlap_page_or_order(topk: int, steps: int, sampling: SamplingParams | None) -> None:
+    base = run("rand_target", "draft_model:rand_draft", PROMPTS, sampling, topk=topk, steps=steps)
+    for options in (dict(batch=3, overlap=1, page=1), dict(batch=8, overlap=1, page=4, order=SHUFFLED), dict(batch=2, chunk=5)):
+        other = run("rand_target", "draft_model:rand_draft", PROMPTS, sampling, topk=topk, steps=steps, **options)
+        assert other.counts == base.counts and other.accepted == base.accepted
+        assert [r.provenance for r in other.requests] == [r.provenance for r in base.requests]
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("draft", "successor"), [("draft_perfect", SUCCESSOR), ("draft_half", HALF), ("draft_never", NEVER)])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_counts_of_table_models_are_what_speculating_by_hand_gives(draft: str, successor: list[int], steps: int) -> None:
+    prompts = [[10], [30], [40], [24], [5], [1, 33]]
+    result = run("target", f"draft_model:{draft}", prompts, steps=steps, max_tokens=17, overlap=steps % 2)
+    for prompt, request, accepted in zip(prompts, result.requests, result.accepted, strict=True):
+        output, reason = plain(prompt, 17)
+        tally = tally_chain(prompt, output, follow(successor), steps, endless_text(prompt, 30))
+        assert (request.output_ids, request.finish_reason) == (output, reason)
+        assert request.counts.as_dict() == tally.counts()
+        assert accepted == tally.per_step
+
+
+def test_counts_of_plain_decoding_are_steps_without_a_draft() -> None:
+    result = run("target", None, [[30], [10]], max_tokens=9)
+    expected = dict(prefill_sampled=1, verify_steps=0, proposed=[], reached=[], accepted=[], trimmed=0)
+    assert result.counts == [expected | dict(steps_without_draft=n, committed=n) for n in (8, 4)]
+
+
+def test_a_step_without_a_match_is_no_rejection() -> None:
+    """Prompt lookup finds nothing until the 5-cycle has come round: those steps have no draft, the rest are accepted whole."""
+    result = run("target", "ngram", [[30]], steps=2, max_tokens=16)
+    # 31 from the prefill; 32 33 34 30 one by one; then 31 has been seen before, and every draft is right.
+    assert result.accepted == [[0, 0, 0, 0, 2, 2, 2, 2]]
+    assert result.counts[0]["steps_without_draft"] == 4 and result.counts[0]["verify_steps"] == 4
+    assert result.counts[0]["proposed"] == result.counts[0]["accepted"] == [4, 4]
+    assert result.ids == [endless_text([30], 16)]
+
+
+def test_a_tree_counts_depths_not_nodes() -> None:
+    result = run("target", "draft_model:draft_perfect", [[30]], topk=4, steps=3, max_tokens=21)
+    assert result.counts == [
+        dict(
+            prefill_sampled=1,
+            verify_steps=5,
+            steps_without_draft=0,
+            proposed=[5, 5, 5],
+            reached=[5, 5, 5],
+            accepted=[5, 5, 5],
+            committed=20,
+            trimmed=0,
+        )
+    ]
+
+
+def test_provenance_says_which_tokens_were_drafted_and_at_what_depth() -> None:
+    (row,) = run("target", "draft_model:draft_half", [[30]], steps=3, max_tokens=8).requests
+    # Right after even tokens only: 31 | 32 from 31: wrong | 33 accepted, 34 not | 30 31 ...
+    assert row.output_ids == [31, 32, 33, 34, 30, 31, 32, 33]
+    assert row.provenance == [-1, 0, 1, 0, 1, 2, 0, 1]
+
+
+def test_a_row_that_ends_at_its_first_token_has_no_steps() -> None:
+    result = run("target", "draft_model:draft_perfect", [[5], [30]], [SamplingParams(max_tokens=9), SamplingParams(max_tokens=1)], overlap=1)
+    assert result.ids == [[EOS], [31]] and result.finish == ["stop", "length"]
+    empty = dict(prefill_sampled=1, verify_steps=0, steps_without_draft=0, proposed=[], reached=[], accepted=[], committed=0, trimmed=0)
+    assert result.counts == [empty, empty] and result.steps == [[], []]
+
+
+# -- memory pressure --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=32), SamplingParams(max_tokens=32, temperature=0.8, seed=7)], ids=["T=0", "T=0.8"])
+@pytest.mark.parametrize(
+    ("draft", "topk", "steps", "overlap", "pages"),
+    [
+        (None, 1, 1, 1, 40),
+        ("draft_model:rand_draft", 1, 3, 0, 40),
+        ("draft_model:rand_draft", 1, 3, 1, 40),
+        ("draft_model:rand_draft", 3, 2, 1, 44),
+        ("ngram", 1, 3, 1, 40),
+        ("eagle:eagle1_stirred", 2, 2, 0, 44),
+    ],
+)
+def test_preempted_rows_end_with_the_same_text_and_counts(
+    draft: str | None, topk: int, steps: int, overlap: int, pages: int, sampling: SamplingParams
+) -> None:
+    roomy = run("rand_target", draft, PROMPTS, sampling, topk=topk, steps=steps, page=4, batch=8)
+    tight = run("rand_target", draft, PROMPTS, sampling, topk=topk, steps=steps, page=4, batch=8, overlap=overlap, pages=pages)
+    assert roomy.engine.scheduler.preemptions == 0 and tight.engine.scheduler.preemptions >= 2
+    assert tight.ids == roomy.ids
+    assert tight.counts == roomy.counts
+    assert tight.accepted == roomy.accepted
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_preempted_rows_of_a_head_that_is_often_right_keep_their_counts(overlap: int) -> None:
+    prompts = [[30], [40, 41], [1, 31, 32], [24], [33]]
+    options = dict(steps=3, page=2, max_tokens=30)
+    roomy = run("target", "eagle:eagle1_stirred", prompts, **options)
+    tight = run("target", "eagle:eagle1_stirred", prompts, **options, overlap=overlap, pages=44, chunk=9)
+    assert tight.engine.scheduler.preemptions >= 2
+    assert tight.ids == roomy.ids and tight.counts == roomy.counts
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_pool_for_one_row_at_a_time_still_runs_all(overlap: int) -> None:
+    result = run("target", "draft_model:draft_half", [[30]] * 5, page=1, pages=1 + 20 + 9, steps=3, overlap=overlap, max_tokens=19)
+    assert result.ids == [endless_text([30], 19)] * 5
+
+
+@pytest.mark.parametrize(
+    ("draft", "topk", "sampling"), [("draft_model:rand_draft", 1, SAMPLED), ("draft_model:rand_draft", 2, SAMPLED), (None, 1, SAMPLED)]
+)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_row_may_be_preempted_at_any_moment(draft: str | None, topk: int, sampling: SamplingParams, overlap: int) -> None:
+    """Also while its first token, its last token, or a step that its slot's next owner must not be given is in flight."""
+    short = SamplingParams(max_tokens=7, temperature=0.8, seed=7)
+    calm = run("rand_target", draft, PROMPTS[:3], [sampling, short, sampling], topk=topk, steps=2)
+    for moment in range(1, 12):
+        engine = engine_of("rand_target", draft, topk=topk, steps=2, page=4, overlap=overlap, batch=3)
+        requests = requests_of(PROMPTS[:3], [sampling, short, sampling])
+        step, clock = engine.step, itertools.count(1)
+
+        def stepped(engine=engine, step=step, clock=clock, moment=moment, requests=requests) -> list[Request]:
+            if next(clock) in (moment, moment + 2):
+                for request in (requests[1], requests[0]):
+                    if request.status == "running":
+                        engine.scheduler._preempt(request)
+            return step()
+
+        engine.step = stepped  # type: ignore[method-assign]
+        result = drive(engine, requests)
+        assert result.ids == calm.ids and result.counts == calm.counts, moment
+        assert result.finish == calm.finish
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("draft", "topk", "steps"), [(None, 1, 1), ("draft_model:draft_perfect", 1, 12), ("draft_model:draft_perfect", 3, 4)])
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize(
+    ("stop", "kept", "text"),
+    [(("w31",), 1, ""), (("w33",), 3, "w31 w32 "), (("34 w3",), 5, "w31 w32 w33 w"), (("zz", "w30 w31 w32"), 7, "w31 w32 w33 w34 ")],
+)
+def test_a_stop_string_ends_a_row_at_its_token_wherever_it_lies_in_a_run(
+    draft: str | None, topk: int, steps: int, overlap: int, stop: tuple[str, ...], kept: int, text: str
+) -> None:
+    sampling = SamplingParams(max_tokens=30, stop=stop)
+    result = run("target", draft, [[30], [40]], sampling, topk=topk, steps=steps, overlap=overlap, text=True)
+    row, other = result.requests
+    assert row.output_ids == endless_text([30], kept) and row.finish_reason == "stop" and row.stop_reason == stop[-1]
+    assert result.engine.text.final(row) == text
+    assert other.output_ids == endless_text([40], 30) and other.finish_reason == "length"
+
+
+def test_include_stop_shows_the_stop_string() -> None:
+    sampling = SamplingParams(max_tokens=30, stop=("2 w33",), include_stop=True)
+    result = run("target", "draft_model:draft_perfect", [[30]], sampling, steps=5, text=True)
+    assert result.engine.text.final(result.requests[0]) == "w31 w32 w33"
+
+
+def test_what_follows_a_stop_string_is_trimmed_and_counted() -> None:
+    sampling = SamplingParams(max_tokens=30, stop=("w33",))
+    (row,) = run("target", "draft_model:draft_perfect", [[30]], sampling, steps=4, text=True).requests
+    assert row.output_ids == [31, 32, 33] and row.provenance == [-1, 1, 2]
+    assert row.counts.as_dict() == dict(
+        prefill_sampled=1, verify_steps=1, steps_without_draft=0, proposed=[1] * 4, reached=[1] * 4, accepted=[1] * 4, committed=5, trimmed=3
+    )
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+@pytest.mark.parametrize("draft", [None, "draft_model:draft_perfect"])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_stop_lists_of_any_length_are_honoured(count: int, draft: str | None, overlap: int) -> None:
+    """Up to 16 ids are applied on the device, longer lists on the host."""
+    fillers = [i for i in range(48) if i not in (30, 31, 32, 33, 34, EOS)][: count - 1]
+    sampling = SamplingParams(max_tokens=30, ignore_eos=True, stop_token_ids=(*fillers, 34))
+    result = run("target", draft, [[30], [33]], sampling, steps=5, overlap=overlap)
+    assert result.ids == [[31, 32, 33, 34], [34]]
+    assert result.finish == ["stop", "stop"] and [r.stop_reason for r in result.requests] == [34, 34]
+    if draft is None:
+        assert [c["trimmed"] for c in result.counts] == [0, 0]
+    else:
+        assert [c["trimmed"] for c in result.counts] == [3, 0]
+
+
+def test_a_stop_string_and_a_long_stop_list_together_end_at_the_earlier() -> None:
+    many = tuple(i for i in range(48) if i not in (30, 31, 32, 33))
+    for stop, kept, reason in ((("w33",), 3, "w33"), (("w30",), 4, 34)):
+        sampling = SamplingParams(max_tokens=30, stop=stop, stop_token_ids=many)
+        (row,) = run("target", "draft_model:draft_perfect", [[30]], sampling, steps=6, text=True).requests
+        assert (len(row.output_ids), row.stop_reason) == (kept, reason)
+
+
+def test_ignore_eos_runs_on_to_the_limit() -> None:
+    result = run("target", "draft_model:draft_perfect", [[10]], SamplingParams(max_tokens=9, ignore_eos=True))
+    assert result.ids == [[11, 12, 13, 14, 2, 20, 21, 22, 10]] and result.finish == ["length"]
+
+
+def test_a_rows_own_stop_ids_join_the_models_eos() -> None:
+    result = run("target", "draft_model:draft_perfect", [[10], [30]], SamplingParams(max_tokens=9, stop_token_ids=(33,)))
+    assert result.ids == [[11, 12, 13, 14, 2], [31, 32, 33]] and result.finish == ["stop", "stop"]
+
+
+def test_stop_strings_without_a_tokenizer_are_an_error_not_ignored() -> None:
+    result = run("target", None, [[30], [30]], [SamplingParams(max_tokens=5, stop=("w31",)), SamplingParams(max_tokens=5)])
+    assert result.finish == ["error", "length"]
+    assert result.requests[0].error == {
+        "type": "ConfigError",
+        "message": "sampling.stop needs the model's tokenizer, and there is none: give sampling.stop_token_ids instead",
+    }
+
+
+# -- rows that do not run, and rows that are dropped ------------------------------------------------------------------------------------------
+
+
+def test_zero_tokens_are_zero_tokens() -> None:
+    result = run("target", "draft_model:draft_perfect", [[30], [30]], [SamplingParams(max_tokens=0), SamplingParams(max_tokens=3)])
+    assert result.ids == [[], [31, 32, 33]] and result.finish == ["length", "length"]
+    assert result.counts[0]["prefill_sampled"] == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [30] * 32, [30] * 40])
+def test_a_prompt_that_leaves_no_room_is_an_error_and_the_others_run(prompt: list[int]) -> None:
+    result = run("target_ctx32", "draft_model:draft_perfect", [prompt, [30]], max_tokens=4)
+    assert result.finish == ["error", "length"] and result.ids == [[], endless_text([30], 4)]
+    assert result.requests[0].error == {
+        "type": "ContextError",
+        "message": f"a prompt of {len(prompt)} tokens leaves no room to generate: 1 to 31 fit model.max_length",
+    }
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_aborted_row_gives_back_its_pages_and_its_slot(overlap: int) -> None:
+    engine = engine_of("target", "draft_model:draft_half", batch=2, page=2, overlap=overlap, chunk=4)
+    rows = requests_of([[30], [40], [10], [1] * 9 + [30]], SamplingParams(max_tokens=30))
+    for row in rows:
+        engine.add(row)
+    done: list[Request] = []
+    for number in range(4):
+        done += engine.step()
+        if number == 2:
+            engine.abort(rows[0])  # running, with a step in flight
+            engine.abort(rows[2])  # still waiting
+    frozen = list(rows[0].output_ids)
+    while engine.has_work:
+        done += engine.step()
+    assert [r.finish_reason for r in rows] == ["error", "length", "error", "length"]
+    assert rows[0].error == rows[2].error == {"type": "Aborted", "message": "the request was aborted"}
+    assert rows[0].output_ids == frozen == endless_text([30], len(frozen)) and rows[2].output_ids == []
+    assert rows[1].output_ids == endless_text([40], 30) and rows[3].output_ids == endless_text([30], 30)
+    assert {id(r) for r in done} == {id(rows[1]), id(rows[3])}
+    engine.pages.check()
+    assert engine.pages.free_pages == engine.pages.num_pages - 1
+    engine.abort(rows[1])
+    assert rows[1].finish_reason == "length", "a finished row is left alone"
+
+
+def test_an_engine_can_be_used_again() -> None:
+    engine = engine_of("target", "draft_model:draft_perfect", batch=2, overlap=1)
+    for _ in range(2):
+        result: Run = drive(engine, requests_of([[10], [30], [40]], SamplingParams(max_tokens=9)))
+        assert result.ids == [plain(p, 9)[0] for p in ([10], [30], [40])]
+
+
+def test_rows_come_back_as_soon_as_they_end() -> None:
+    engine = engine_of("target", None, batch=4)
+    rows = requests_of([[30]] * 3, [SamplingParams(max_tokens=n) for n in (6, 2, 4)])
+    assert [r.sampling.max_tokens for r in engine.run(rows)] == [2, 4, 6]
+
+
+def test_more_rows_than_slots_are_run_in_the_order_they_came() -> None:
+    engine = engine_of("target", None, batch=1)
+    rows = requests_of([[30], [40], [10]], SamplingParams(max_tokens=5))
+    assert [r.prompt.id for r in engine.run(rows)] == [0, 1, 2]
