@@ -23,13 +23,14 @@ def begin_step(slots: Tensor, rows: Tensor, floats: Tensor, table: Tensor) -> tu
     """Gather the rows of a step, a dead row becoming slot 0, so that whatever it writes goes to scratch.
 
     slots [B] int64; rows [R, 9 + E] int32; floats [R, 3] float32 (temperature, top_p, min_p); table [R, W] int32. Returns slots [B] int64,
-    ints [B, 7] int32 (alive, length, root, t, top_k, key0, key1; t = noise_start + output_len), floats [B, 3], block_table [B, W].
+    ints [5, B] int32 (alive, length, root, t = noise_start + output_len, top_k), keys [B, 2] int32, floats [3, B], block_table [B, W]: every line of
+    them contiguous, for kernels that take plain vectors.
     """
     alive = rows[:, 0].index_select(0, slots) > 0
     slots = slots * alive
     line = rows.index_select(0, slots)
-    ints = torch.stack([alive.to(torch.int32), line[:, 1], line[:, 2], line[:, 5] + line[:, 3], line[:, 6], line[:, 7], line[:, 8]], 1)
-    return slots, ints, floats.index_select(0, slots), table.index_select(0, slots)
+    ints = torch.stack([alive.to(torch.int32), line[:, 1], line[:, 2], line[:, 5] + line[:, 3], line[:, 6]])
+    return slots, ints, line[:, 7:9].contiguous(), floats.index_select(0, slots).t().contiguous(), table.index_select(0, slots)
 
 
 def window(

@@ -17,7 +17,9 @@ from .reference_step import RESULT_COLUMNS, STOP_COLUMN
 
 
 @triton.jit
-def _begin(slots, rows, floats, table, out_slots, out_ints, out_floats, out_table, columns, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _begin(
+    slots, rows, floats, table, out_slots, out_ints, out_keys, out_floats, out_table, batch, columns, width, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     pdl_wait(PDL)
     b = tl.program_id(0)
     part = tl.program_id(1)
@@ -30,33 +32,36 @@ def _begin(slots, rows, floats, table, out_slots, out_ints, out_floats, out_tabl
     if part == 0:
         line = rows + slot * columns
         tl.store(out_slots + b, slot)
-        tl.store(out_ints + b * 7, alive.to(tl.int32))
-        tl.store(out_ints + b * 7 + 1, tl.load(line + 1))
-        tl.store(out_ints + b * 7 + 2, tl.load(line + 2))
-        tl.store(out_ints + b * 7 + 3, tl.load(line + 5) + tl.load(line + 3))
-        i = tl.arange(0, 4)
-        tl.store(out_ints + b * 7 + 4 + i, tl.load(line + 6 + i, mask=i < 3, other=0), mask=i < 3)
-        tl.store(out_floats + b * 3 + i, tl.load(floats + slot * 3 + i, mask=i < 3, other=0.0), mask=i < 3)
+        tl.store(out_ints + b, alive.to(tl.int32))
+        tl.store(out_ints + batch + b, tl.load(line + 1))
+        tl.store(out_ints + 2 * batch + b, tl.load(line + 2))
+        tl.store(out_ints + 3 * batch + b, tl.load(line + 5) + tl.load(line + 3))
+        tl.store(out_ints + 4 * batch + b, tl.load(line + 6))
+        tl.store(out_keys + 2 * b, tl.load(line + 7))
+        tl.store(out_keys + 2 * b + 1, tl.load(line + 8))
+        for i in tl.static_range(3):
+            tl.store(out_floats + i * batch + b, tl.load(floats + slot * 3 + i))
 
 
 def begin_step(slots: Tensor, rows: Tensor, floats: Tensor, table: Tensor) -> tuple[Tensor, ...]:
     """See ``reference_step.begin_step``."""
     batch, width = slots.shape[0], table.shape[1]
     out_slots = torch.empty_like(slots)
-    out_ints = torch.empty(batch, 7, dtype=torch.int32, device=slots.device)
-    out_floats = torch.empty(batch, 3, dtype=torch.float32, device=slots.device)
+    out_ints = torch.empty(5, batch, dtype=torch.int32, device=slots.device)
+    out_keys = torch.empty(batch, 2, dtype=torch.int32, device=slots.device)
+    out_floats = torch.empty(3, batch, dtype=torch.float32, device=slots.device)
     out_table = torch.empty(batch, width, dtype=torch.int32, device=slots.device)
     block = min(1024, triton.next_power_of_2(width))
     _begin[(batch, triton.cdiv(width, block))](
-        slots, rows, floats, table, out_slots, out_ints, out_floats, out_table, rows.shape[1], width, BLOCK=block, num_warps=4,
+        slots, rows, floats, table, out_slots, out_ints, out_keys, out_floats, out_table, batch, rows.shape[1], width, BLOCK=block, num_warps=4,
         **pdl_options(slots.device),
     )  # fmt: skip
-    return out_slots, out_ints, out_floats, out_table
+    return out_slots, out_ints, out_keys, out_floats, out_table
 
 
 @triton.jit
 def _window(
-    length, length_stride, table, width, depth, count, out_slots, out_positions, out_start, page_size, last_position, start_add, slot_add,
+    length, table, width, depth, count, out_slots, out_positions, out_start, page_size, last_position, start_add, slot_add,
     position_add,
     position_step, Q: tl.constexpr, BLOCK: tl.constexpr, HAS_DEPTH: tl.constexpr, HAS_COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -64,16 +69,15 @@ def _window(
     b = tl.program_id(0)
     q = tl.arange(0, BLOCK)
     inside = q < Q
-    start = tl.load(length + b * length_stride) + start_add
+    start = tl.load(length + b) + start_add
     index = start + slot_add + q
     page = tl.minimum(index // page_size, width - 1)
     slot = tl.load(table + b.to(tl.int64) * width + page, mask=inside, other=0).to(tl.int64) * page_size + index % page_size
     if HAS_COUNT:
         slot = tl.where(q < tl.load(count + b), slot, 0)
+    position = start + position_add + q * position_step
     if HAS_DEPTH:
         position = start + tl.load(depth + b * Q + q, mask=inside, other=0)
-    else:
-        position = start + position_add + q * position_step
     tl.store(out_slots + b * Q + q, slot, mask=inside)
     tl.store(out_positions + b * Q + q, tl.minimum(position, last_position), mask=inside)
     tl.store(out_start + b, start)
@@ -100,7 +104,7 @@ def window(
     if depth is not None:
         depth = depth.expand(batch, q_len).contiguous()
     _window[(batch,)](
-        length, length.stride(0), table, table.shape[1], depth, count, slots, positions, start, page_size, last_position, start_add, slot_add,
+        length, table, table.shape[1], depth, count, slots, positions, start, page_size, last_position, start_add, slot_add,
         position_add, position_step, Q=q_len, BLOCK=triton.next_power_of_2(q_len), HAS_DEPTH=depth is not None, HAS_COUNT=count is not None,
         num_warps=1,
         **pdl_options(length.device),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def linked(parents: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
     first = [of[n][0] if of[n] else -1 for n in range(nodes)]
     after = [-1] * nodes
     for siblings in of.values():
-        for a, b in zip(siblings, siblings[1:], strict=False):
+        for a, b in pairwise(siblings):
             after[a] = b
     return path, first, after
 

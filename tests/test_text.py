@@ -1,4 +1,4 @@
-"""Text from ids: characters split over tokens come out whole, and a stop string is found at the token that completes it, however the run was cut up."""
+"""Text from ids: characters split over tokens come out whole, and a stop string is found at the token that completes it, however runs are cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.harness import tokenizer_of
 
 
 class Pieces:
-    """A tokenizer whose ids name byte strings; ids below 0 are special. ``each``: one U+FFFD a broken byte, as byte-fallback decoders give, else one a group."""
+    """A tokenizer whose ids name byte strings; ids below 0 are special.
+
+    ``each``: a cut character becomes one U+FFFD a byte, as byte-fallback decoders make it, else one in all.
+    """
 
     def __init__(self, pieces: list[bytes], each: bool = False) -> None:
         self.pieces, self.each = pieces, each

@@ -2,10 +2,11 @@
 
 Boundary: writes Hugging Face folders with numpy, safetensors and tokenizers, and predicts what a run on them must give; it never imports specgen.
 
-Table models. A Llama whose attention and MLP write nothing passes the token's embedding through its residual stream, so with one-hot embeddings and a
-final norm of 1/8 over 64 channels the logits after token t are column t of the head, exactly in float32: a lookup table. Word ``wNN`` is id NN, ids 0 to 3
-are special. Chains of the target: 10 11 12 13 14 EOS; the 5-cycle 30..34; the 3-cycle 40..42; 24 25 <|eot|> 26 27; 5 EOS.
-``rand_target`` and ``rand_draft`` have ordinary random weights (the draft is the target with noise): they show what a lookup cannot, faults of the KV cache.
+Table models. A Llama whose attention and MLP write nothing passes the token's embedding through its residual stream, so with one-hot embeddings
+and a final norm of 1/8 over 64 channels the logits after token t are column t of the head, exactly in float32: a lookup table. Word ``wNN`` is id
+NN, ids 0 to 3 are special. Chains of the target: 10 11 12 13 14 EOS; the 5-cycle 30..34; the 3-cycle 40..42; 24 25 <|eot|> 26 27; 5 EOS.
+``rand_target`` and ``rand_draft`` have ordinary random weights (the draft is the target with noise): they show what a lookup cannot, faults of the
+KV cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,7 +43,7 @@ Tensors = dict[str, np.ndarray]
 def _successors() -> list[int]:
     table = [30] * VOCAB
     for chain in CHAINS:
-        for token, after in zip(chain, chain[1:], strict=False):
+        for token, after in pairwise(chain):
             table[token] = after
     return table
 
@@ -183,7 +185,7 @@ DRAFT_IDS = sorted({SUCCESSOR[after] for after in SUCCESSOR} | set(SUCCESSOR) | 
 
 
 def eagle3_head(lm_head: bool = True) -> Tensors:
-    """EAGLE-3 over 26 draft ids. It reads the feature of the token before the root alone, so its first draft is always right; later ones repeat it."""
+    """EAGLE-3 over 26 draft ids. It reads the feature before the root alone, so its first draft is always right; later ones repeat it."""
     head = np.zeros((len(DRAFT_IDS), HIDDEN), np.float32)
     for token in range(VOCAB):
         head[:, token] = -np.arange(len(DRAFT_IDS)) / 64
@@ -291,7 +293,7 @@ def build(root: Path) -> None:
     write(root, "target_wide_heads", wide_heads_model(), model_config(VOCAB, 2, num_attention_heads=4))
     overflow = dict(target) | {"lm_head.weight": head * np.float32(16384)}
     write(root, "target_fp16_overflow", overflow, model_config(VOCAB, 8))
-    spelled = WORDS[:30] + ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>"] + WORDS[34:]
+    spelled = [*WORDS[:30], "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", *WORDS[34:]]
     write(root, "target_bytes", target, model_config(VOCAB, 8), spelled, decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]))
     mimo = model_config(VOCAB, 8, num_nextn_predict_layers=1)
     write(root, "target_mtp", target | mtp_module(), mimo)

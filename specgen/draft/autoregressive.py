@@ -110,7 +110,7 @@ class AutoregressiveDrafter(Drafter):
 
     def _propose_tree(self, rows: StepRows, num_steps: int, tokens: Tensor, scores: Tensor, feed: Tensor | None) -> Draft:
         batch, topk = rows.size, self.topk
-        s = _repeat(rows.sampling, topk)
+        s = rows.sampling  # one line of parameters serves the topk nodes of its row
         grown = tree.Growth(tokens, scores, topk)
         feed = None if feed is None else feed[:, None].expand(batch, topk, -1).reshape(batch * topk, -1)
         path = self.offsets[None, :topk, None].expand(batch, topk, 1)
@@ -194,20 +194,3 @@ class AutoregressiveDrafter(Drafter):
         feed = None if feed is None else feed.index_select(0, last)
         self._keep(rows.slots, states, feed, accepted.sampling)
 
-
-def _repeat(sampling: SamplingRows, times: int) -> SamplingRows:
-    """Each row's parameters ``times`` over, for B x times queries."""
-
-    def rep(x: Tensor) -> Tensor:
-        return x.repeat_interleave(times, 0, output_size=x.shape[0] * times)
-
-    return SamplingRows(
-        rep(sampling.temperature),
-        rep(sampling.top_k),
-        rep(sampling.top_p),
-        rep(sampling.min_p),
-        rep(sampling.keys),
-        rep(sampling.t),
-        sampling.features,
-        sampling.vocab_limit,
-    )

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from specgen.config import DraftConfig, EngineConfig
-from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
+from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, SamplingRows, StepRows
 from specgen.draft.tree import draft_depth
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.memory import PageTable, spec_reserve
 from specgen.engine.rows import DeviceRows
-from specgen.engine.sampling import draw, features_of, first_sampling, moved, sampling_rows
+from specgen.engine.sampling import draw, features_of, first_sampling, moved
 from specgen.engine.scheduler import Batch, Chunk, Scheduler
 from specgen.engine.simulate import Simulation, impose_path
 from specgen.engine.text import OutputText
@@ -225,16 +225,16 @@ class Engine:
 
     def _step_rows(self, slots: Tensor, max_len: int) -> StepRows:
         """Rows of the step; a dead row becomes slot 0, so that what it writes goes to scratch."""
-        slots, ints, floats, table = ops.begin_step(slots, self.rows.ints, self.rows.floats, self.pages.device_table)
+        slots, ints, keys, floats, table = ops.begin_step(slots, self.rows.ints, self.rows.floats, self.pages.device_table)
         return StepRows(
             slots=slots,
-            length=ints[:, 1],
-            root=ints[:, 2],
+            length=ints[1],
+            root=ints[2],
             block_table=table,
             max_len=max_len,
             page_size=self.config.page_size,
             last_position=self.max_length - 1,
-            sampling=sampling_rows(ints, floats, self.features, self.vocab_limit),
+            sampling=SamplingRows(floats[0], ints[4], floats[1], floats[2], keys, ints[3], self.features, self.vocab_limit),
         )
 
     def decode(self, slots: Tensor, num_steps: int, max_len: int, result: Tensor) -> None:

@@ -23,14 +23,12 @@ def features_of(params: SamplingParams) -> frozenset[str]:
     return frozenset(found)
 
 
-def sampling_rows(ints: Tensor, floats: Tensor, features: frozenset[str], vocab_limit: int) -> SamplingRows:
-    """The parameters of B rows from what ``ops.begin_step`` gathered: ints [B, 7] int32, floats [B, 3] float32."""
-    return SamplingRows(floats[:, 0], ints[:, 4], floats[:, 1], floats[:, 2], ints[:, 5:7], ints[:, 3], features, vocab_limit)
-
-
 def first_sampling(line: Tensor, floats: Tensor, features: frozenset[str], vocab_limit: int) -> SamplingRows:
-    """The same from whole lines of ``DeviceRows.ints`` [F, .]: for prefills, whose rows are not alive yet."""
-    return SamplingRows(floats[:, 0], line[:, 6], floats[:, 1], floats[:, 2], line[:, 7:9], line[:, 5] + line[:, 3], features, vocab_limit)
+    """Parameters from whole lines of ``DeviceRows.ints`` [F, .]: for prefills, whose rows are not alive yet."""
+    columns = floats.t().contiguous()
+    return SamplingRows(
+        columns[0], line[:, 6].contiguous(), columns[1], columns[2], line[:, 7:9].contiguous(), line[:, 5] + line[:, 3], features, vocab_limit
+    )
 
 
 def moved(sampling: SamplingRows, by: Tensor) -> SamplingRows:
@@ -52,26 +50,18 @@ def draw(logits: Tensor, sampling: SamplingRows, depth: Tensor) -> Tensor:
 
     -1 where a node's logits are not finite.
     """
+    # The sampler lets one line of parameters serve the D nodes of its row.
     batch = sampling.t.shape[0]
     nodes = logits.shape[0] // batch
-    if "sampled" not in sampling.features:
-        zero = sampling.temperature
-        return ops.gumbel_argmax(
-            logits, zero, sampling.top_k, sampling.top_p, sampling.min_p, sampling.keys, sampling.t, sampling.vocab_limit, features=sampling.features
-        ).view(batch, nodes)
-
-    def rep(x: Tensor) -> Tensor:
-        return x if nodes == 1 else x.repeat_interleave(nodes, 0, output_size=batch * nodes)
-
-    t = (sampling.t[:, None] + depth).expand(batch, nodes).reshape(-1)
+    t = sampling.t if "sampled" not in sampling.features else (sampling.t[:, None] + depth).reshape(-1)
     return ops.gumbel_argmax(
         logits,
-        rep(sampling.temperature),
-        rep(sampling.top_k),
-        rep(sampling.top_p),
-        rep(sampling.min_p),
-        rep(sampling.keys),
-        t.to(torch.int32),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.keys,
+        t,
         sampling.vocab_limit,
         features=sampling.features,
     ).view(batch, nodes)

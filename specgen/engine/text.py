@@ -70,7 +70,7 @@ class OutputText:
 
 
 def _settled(text: str) -> int:
-    """How many characters of a text later tokens cannot change: all but the U+FFFD at its end, which stand for the bytes of an unfinished character."""
+    """How many characters of a text later tokens cannot change: all but the U+FFFD at its end, which stand for an unfinished character."""
     return len(text.rstrip("\ufffd"))
 
 
