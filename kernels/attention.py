@@ -397,7 +397,7 @@ def default_config(rows: int, group: int, head_bytes: int, prefill: bool) -> Att
     """The configuration for ``rows`` = tokens x group query rows of a KV head. ``head_bytes``: bytes of one key and one value of one KV head."""
     block_m = min(128 if prefill else 64, max(16, triton.next_power_of_2(rows)))
     block_m = max(block_m, triton.next_power_of_2(group))
-    block_n = 64 if head_bytes <= 1024 else 32
+    block_n = 64 if head_bytes <= 512 else 32
     stages = max(1, min(3, 160 * 1024 // (block_n * head_bytes)))
     if block_m == 64:  # two programs a processor rather than a deeper pipeline in one
         stages = min(stages, 2)

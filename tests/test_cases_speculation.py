@@ -1,4 +1,4 @@
-"""Faults other engines were reported for, each as the property it broke. Tokens and counts are exact; toys and oracles are in ``toys.py``."""
+"""Faults other engines were reported for, each as the property it broke. Tokens and counts are exact, from ``oracles.py``."""
 
 from __future__ import annotations
 
@@ -9,23 +9,12 @@ from specgen.draft.draft_model import check_vocabulary
 from specgen.errors import CheckpointError
 from specgen.types import SamplingParams
 from tests.harness import Run, drafter_of, engine_of, run, tokenizer_of
-from tests.toys import (
-    EOT,
-    HALF,
-    NEVER,
-    SUCCESSOR,
-    Recompute,
-    endless_text,
-    expected_rand,
-    follow,
-    plain,
-    tally_chain,
-    tree_accepted,
-)
+from tests.oracles import Recompute, endless_text, follow, plain, tally_chain, tree_accepted
+from tests.toys import EOT, HALF, NEVER, SUCCESSOR, expected_rand
 
 ROWS = expected_rand()
-PROMPTS = [row["prompt"] for row in ROWS]
-GREEDY = [row["greedy"] for row in ROWS]
+PROMPTS = [row["prompt_ids"] for row in ROWS]
+GREEDY = [row["greedy_32"] for row in ROWS]
 MIXED = [[10], [30], [40], [24], [5]]
 
 
@@ -156,7 +145,9 @@ def test_a_full_context_ends_a_row_though_drafts_look_past_it(topk: int, overlap
     assert result.finish == ["context"] * 3
     if topk == 1:
         endless = endless_text([30], 40)
-        assert result.counts[0] == tally_chain(prompts[0], result.ids[0], follow(SUCCESSOR), 5, endless, max_length=32).counts()
+        tallies = [tally_chain(p, ids, follow(SUCCESSOR), 5, endless, max_length=32) for p, ids in zip(prompts, result.ids, strict=True)]
+        assert result.counts == [tally.counts() for tally in tallies]
+        assert result.counts[2]["proposed"] == [5, 5, 5, 5, 4]
 
 
 @pytest.mark.parametrize("draft", [None, "draft_model:draft_perfect"])

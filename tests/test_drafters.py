@@ -17,7 +17,8 @@ from specgen.errors import CheckpointError, ConfigError
 from specgen.kernels import ops
 from specgen.types import Draft, Request, SamplingParams, noise_key
 from tests.harness import drafter_of, drive, engine_of, requests_of, target_of, tokenizer_of
-from tests.toys import Drafts, Recompute, RecomputeHead, expected_rand, tree_paths
+from tests.oracles import Drafts, Recompute, RecomputeHead, tree_paths
+from tests.toys import expected_rand
 
 PROMPTS = [[1, 30], [10], [1, 7, 14, 21, 40], [24, 12, 33, 5, 41, 19, 8, 22, 31]]
 HEADS = {
@@ -143,7 +144,7 @@ def test_lookup_drafts_are_the_continuation_of_the_latest_longest_match(texts: l
 @pytest.mark.parametrize("chunk", [3, 512])
 @pytest.mark.parametrize("target", ["target", "rand_target"])
 def test_lookup_follows_prompt_chunks_and_accepted_runs(target: str, chunk: int) -> None:
-    prompts = [[1, 30, 31, 32], [10], [40, 41, 42, 40, 7], expected_rand()[4]["prompt"]]
+    prompts = [[1, 30, 31, 32], [10], [40, 41, 42, 40, 7], expected_rand()[4]["prompt_ids"]]
     engine = engine_of(target, "ngram", steps=3, chunk=chunk, batch=3)
     seen: list[tuple[list[int], list[int]]] = []
     launch, propose = engine.launch, engine.drafter.propose

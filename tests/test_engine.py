@@ -9,11 +9,12 @@ import pytest
 
 from specgen.types import Request, SamplingParams
 from tests.harness import Run, drive, engine_of, requests_of, run
-from tests.toys import EOS, HALF, NEVER, SUCCESSOR, endless_text, expected_rand, follow, plain, tally_chain
+from tests.oracles import endless_text, follow, plain, tally_chain
+from tests.toys import EOS, HALF, NEVER, SUCCESSOR, expected_rand
 
 ROWS = expected_rand()
-PROMPTS = [row["prompt"] for row in ROWS]
-GREEDY = [row["greedy"] for row in ROWS]
+PROMPTS = [row["prompt_ids"] for row in ROWS]
+GREEDY = [row["greedy_32"] for row in ROWS]
 SHUFFLED = [5, 2, 7, 0, 3, 6, 1, 4]
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=7)
 FILTERED = SamplingParams(max_tokens=24, temperature=0.8, seed=7, top_k=20, top_p=0.9, min_p=0.02)

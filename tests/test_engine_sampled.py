@@ -9,7 +9,8 @@ import pytest
 
 from specgen.types import SamplingParams
 from tests.harness import Run, drive, engine_of, requests_of, run
-from tests.toys import DRAFT_LAW, TARGET_LAW, endless_text
+from tests.oracles import endless_text
+from tests.toys import DRAFT_LAW, TARGET_LAW
 
 ROWS = 20_000
 # Chi-square values that a true law exceeds once in 10,000 tests, by degrees of freedom.

@@ -264,6 +264,25 @@ def test_fixed_split_gives_the_same_bits_alone_in_a_batch_in_a_chain_in_a_tree_a
     assert torch.equal(expected, tree[0::2]), "a tree"
 
 
+@pytest.mark.parametrize("name", ["chain-sinks-Dv64", "tree-G3"])
+def test_fixed_split_gives_the_same_bits_in_one_program_a_row_or_in_one_a_chunk(name: str, monkeypatch) -> None:
+    case = CASES[name]
+    problem = case.build(torch.float32)
+    monkeypatch.setattr(attention, "sm_count", lambda device: 1 << 20)
+    by_chunk = case.run(KERNELS, problem, fixed_split=64)
+    monkeypatch.setattr(attention, "sm_count", lambda device: 0)
+    assert torch.equal(by_chunk, case.run(KERNELS, problem, fixed_split=64))
+
+
+def test_reference_refuses_a_path_beyond_the_slots_a_kernel_can_hold() -> None:
+    cache = Paged([3], 300, 1, 16, 16, 16, torch.float32)
+    path = torch.tensor([[[0, 256]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="a path names window slot 256; slots reach to 255"):
+        reference.tree_attention(
+            torch.zeros(1, 1, 16), cache.k.cpu(), cache.v.cpu(), cache.table.cpu(), cache.length.cpu(), 1, path, 16, cache.max_len, 0.25
+        )
+
+
 @pytest.mark.parametrize("implementation", BOTH)
 def test_a_node_without_a_path_attends_to_nothing_and_gives_zeros(implementation) -> None:
     cache = Paged([20, 0], 3, 1, 16, 16, 4, torch.float32)

@@ -16,7 +16,8 @@ from specgen.engine.memory import PageTable, ceil_to_page, spec_reserve
 from specgen.errors import CapacityError
 from specgen.types import Layout, Prompt, Request, SamplingParams
 from tests.harness import drive, engine_of, requests_of, run
-from tests.toys import endless_text, expected_rand
+from tests.oracles import endless_text
+from tests.toys import expected_rand
 
 CPU = torch.device("cpu")
 
@@ -248,8 +249,8 @@ def test_live_rows_write_only_pages_of_their_own(
 
     monkeypatch.setattr(StepRows, "place", placed)
     rows = expected_rand()[:6]
-    result = drive(engine, requests_of([r["prompt"] for r in rows], SamplingParams(max_tokens=20)))
-    assert result.ids == [r["greedy"][:20] for r in rows]
+    result = drive(engine, requests_of([r["prompt_ids"] for r in rows], SamplingParams(max_tokens=20)))
+    assert result.ids == [r["greedy_32"][:20] for r in rows]
     assert len(written) > 100
 
 
