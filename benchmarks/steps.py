@@ -39,17 +39,26 @@ def draft_config(job: dict[str, Any]) -> DraftConfig:
     return DraftConfig(**job, path=str(SHAPES / PATHS[job["method"]]), load_format="dummy", simulate_acceptance_length=3.0)
 
 
-def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: int, prompt_tokens: int = 128) -> dict[str, Any]:
-    """One job: median, p99 and mean of the decode calls in ms, decode tokens per second, prefill and capture seconds."""
+def build_engine(target: Target, model: ModelConfig, name: str, batch: int) -> Engine:
+    """An engine for a job with KV for ``batch`` rows of 1,024 tokens."""
     draft = draft_config(JOBS[name])
-    drafter = load_drafter(draft, model, target)
-    engine = Engine(target, drafter, EngineConfig(max_batch=batch, kv_memory_gb=min(60.0, 0.25 * batch + 2)), draft)
+    return Engine(target, load_drafter(draft, model, target), EngineConfig(max_batch=batch, kv_memory_gb=min(60.0, 0.25 * batch + 2)), draft)
+
+
+def random_requests(batch: int, tokens: int, prompt_tokens: int) -> list[Request]:
+    """``batch`` prompts of uniform ids that generate exactly ``tokens`` tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 32000, (batch, prompt_tokens), generator=generator).tolist()
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    requests = [Request(Prompt(index=i, id=i, key=i, token_ids=row), params) for i, row in enumerate(ids)]
+    return [Request(Prompt(index=i, id=i, key=i, token_ids=row), params) for i, row in enumerate(ids)]
+
+
+def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: int, prompt_tokens: int = 128) -> dict[str, Any]:
+    """One job: median, p99 and mean of the decode calls in ms, decode tokens per second, prefill and capture seconds."""
+    engine = build_engine(target, model, name, batch)
+    requests = random_requests(batch, tokens, prompt_tokens)
     start = time.perf_counter()
-    engine.run(requests[:batch])
+    engine.run(requests)
     seconds = time.perf_counter() - start
     calls = sorted(engine.times.step_ms[3:])
     figures = {

@@ -287,6 +287,29 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     return _normalise(total, weight, eps, plus_one), total
 
 
+def pair_input(
+    ids: Tensor,
+    table: Tensor,
+    feed: Tensor,
+    embed_weight: Tensor | None,
+    feed_weight: Tensor | None,
+    eps: float,
+    plus_one: bool = False,
+    feed_first: bool = False,
+    residual: str = "none",
+) -> tuple[Tensor, Tensor | None]:
+    """What a drafter's layer reads: (cat[embedding, feed] [T, 2E], stream [T, E] or None).
+
+    ids [T] int32 (outside the table: a row of zeros), table [V, E], feed [T, E]. A half with a weight [E] is RMS-normed first, as ``rms_norm`` does.
+    feed_first swaps the halves. residual: ``plain`` also returns a copy of feed, ``normed`` one of the normed feed, ``none`` nothing.
+    """
+    emb = embed(ids, table)
+    emb = emb if embed_weight is None else _normalise(emb, embed_weight, eps, plus_one)
+    normed = feed if feed_weight is None else _normalise(feed, feed_weight, eps, plus_one)
+    stream = {"none": None, "plain": feed, "normed": normed}[residual]
+    return torch.cat([normed, emb] if feed_first else [emb, normed], 1), None if stream is None else stream.clone()
+
+
 def rope_write_kv(
     qkv: Tensor,
     cos: Tensor,

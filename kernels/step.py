@@ -159,7 +159,7 @@ def _finish(
         proposed = 0
         child = accepted < proposed
     run = tl.where(i <= accepted, run, -1)
-    tl.store(out_tokens + b * W + i, run, mask=inside)
+    tl.store(out_tokens + b * W + i, tl.maximum(run, 0), mask=inside)  # a padded row still needs a token that exists
     tl.store(result + b * result_columns + TOKENS + i, run, mask=inside)
 
     e = tl.arange(0, E)

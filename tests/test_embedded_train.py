@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from specgen.draft.checkpoints import aux_layers
 from specgen.embedded import corpus as text
 from specgen.embedded import evaluate, fit, train
 from specgen.embedded.heads import ChainCache, DFlashHead, Eagle3Head, EagleHead, HeadShape, MtpHead, init_weights
-from specgen.embedded.target import generate_ragged, generate_rows, llama_config, target_states
+from specgen.embedded.target import AUX_LAYERS, generate_ragged, generate_rows, llama_config, target_states
 
 SHAPE = HeadShape(hidden=48, heads=6, kv_heads=2, intermediate=64)
 VOCAB = 96
@@ -221,7 +222,7 @@ def test_every_model_is_saved_in_its_published_layout(family):
         own |= layer(f"model.layers.{i}.")
     dflash = {"fc.weight": [h, 3 * h], "hidden_norm.weight": [h], "norm.weight": [h], **layer("layers.0.")}
     dflash |= {f"layers.0.self_attn.{n}_norm.weight": [8] for n in "qk"}
-    for name, expected in (("eagle", eagle), ("eagle3", eagle3), ("dflash", dflash), (".", own | mtp)):
+    for name, expected in (("eagle", eagle), ("eagle3", eagle3), ("dflash", dflash), ("target", own | mtp)):
         found = header(folder / name / "model.safetensors")
         assert {k: v[1] for k, v in found.items()} == expected
         assert {k: v[0] for k, v in found.items() if v[0] != "BF16"} == ({"d2t": "I64", "t2d": "BOOL"} if name == "eagle3" else {})
@@ -229,13 +230,15 @@ def test_every_model_is_saved_in_its_published_layout(family):
 
 def test_configs_name_their_layout(family):
     folder, log = family
-    config = {n: json.loads((folder / n / "config.json").read_text()) for n in (".", "draft_model", "eagle", "eagle3", "dflash")}
-    assert config["."]["num_nextn_predict_layers"] == 1 and "num_nextn_predict_layers" not in config["draft_model"]
+    config = {n: json.loads((folder / n / "config.json").read_text()) for n in ("target", "draft_model", "eagle", "eagle3", "dflash")}
+    assert config["target"]["num_nextn_predict_layers"] == 1 and "num_nextn_predict_layers" not in config["draft_model"]
     assert config["eagle"]["bias"] is False and config["eagle"]["num_hidden_layers"] == 1
     assert config["eagle3"]["architectures"] == ["LlamaForCausalLMEagle3"] and config["eagle3"]["draft_vocab_size"] == 256
-    assert config["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert config["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+    assert aux_layers(config["eagle3"], 6) == AUX_LAYERS, "read back, the ids name the states the head was trained on"
     assert config["dflash"]["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [0, 2, 4]} and config["dflash"]["block_size"] == 5
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 6]
+    assert json.loads((folder / "target" / "generation_config.json").read_text())["eos_token_id"] == [2, 6]
+    assert {m["name"]: m["folder"] for m in log["models"] if m["name"] in ("target", "mtp")} == {"target": "target", "mtp": "target"}
     assert {m["name"] for m in log["models"]} == {"target", "draft_model", "eagle", "eagle3", "mtp", "dflash"}
 
 
@@ -250,12 +253,12 @@ def test_d2t_is_an_offset_and_agrees_with_t2d(family):
 
 def test_transformers_loads_target_and_draft_model(family):
     folder, _ = family
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     assert tokenizer("def f(x):").input_ids[0] == 1 and tokenizer("def f(x):").input_ids.count(1) == 1
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
     chat = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "<s><|user|>hi<|end|><|assistant|>"
-    for name in (".", "draft_model"):
+    for name in ("target", "draft_model"):
         model = LlamaForCausalLM.from_pretrained(folder / name)
         assert model.dtype == torch.bfloat16
         assert model.config.rope_parameters["rope_theta"] == 10000.0
@@ -271,7 +274,7 @@ def test_the_card_and_the_log_carry_the_figures(family):
         log["command"]
         == "python -m specgen.embedded.train --out OUT --minutes 8.5 --steps 16 --draft-steps 16 --dropout 0.15 --seed 0 --tiny --skip-reference"
     )
-    assert log["bytes"]["total"] < 1_000_000 and (folder.parent / "family.tar").stat().st_size > log["bytes"]["model.safetensors"]
+    assert log["bytes"]["total"] < 1_000_000 and (folder.parent / "family.tar").stat().st_size > log["bytes"]["target/model.safetensors"]
     assert json.loads((folder.parent / "log.json").read_text())["corpus"] == log["corpus"]
 
 

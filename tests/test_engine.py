@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from functools import cache
 
 import pytest
@@ -70,6 +71,41 @@ def test_counts_do_not_depend_on_batch_overlap_page_or_order(topk: int, steps: i
         other = run("rand_target", "draft_model:rand_draft", PROMPTS, sampling, topk=topk, steps=steps, **options)
         assert other.counts == base.counts and other.accepted == base.accepted
         assert [r.provenance for r in other.requests] == [r.provenance for r in base.requests]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixture_of_rows_under_any_settings_is_what_plain_decoding_gives(seed: int) -> None:
+    """Rows of all kinds together, a tight pool, odd pages and chunks: ids, finish and stop reasons, and text are those of a plain run."""
+    draw = random.Random(seed)
+    prompts = [draw.choice(PROMPTS)[: draw.randint(1, 40)] for _ in range(draw.randint(2, 8))]
+    sampling = [
+        SamplingParams(
+            max_tokens=draw.randint(0, 20),
+            temperature=draw.choice([0.0, 0.5, 1.2]),
+            seed=draw.randint(0, 9),
+            top_k=draw.choice([0, 5]),
+            top_p=draw.choice([1.0, 0.8]),
+            ignore_eos=draw.random() < 0.5,
+            stop_token_ids=tuple(draw.sample(range(48), draw.choice([0, 2, 18]))),
+            stop=draw.choice([(), ("w3",), ("1 w",)]),
+        )
+        for _ in prompts
+    ]
+    max_length = draw.choice([None, 48, 64])
+    draft = draw.choice(["draft_model:rand_draft", "eagle:eagle1_stirred", "eagle3:eagle3_stirred", "ngram"])
+    topk, steps = 1 if draft == "ngram" else draw.choice([1, 2, 3, 5]), draw.randint(1, 6)
+    nodes = None if topk == 1 else draw.randint(2, min(40, 1 + topk + (steps - 1) * topk * topk))
+    options = dict(topk=topk, steps=steps, nodes=nodes, page=draw.choice([1, 2, 3, 16]), overlap=draw.randint(0, 1), max_length=max_length, text=True)
+    reserve = engine_of("rand_target", draft, **options).reserve
+    most = max(-(-(len(p) + s.max_tokens + reserve) // options["page"]) for p, s in zip(prompts, sampling, strict=True))
+    options |= dict(pages=most + 1 + draw.randint(0, most // 2), chunk=draw.choice([1, 5, 64, 2048]), batch=draw.randint(1, 8))
+
+    plain_run = run("rand_target", None, prompts, sampling, max_length=max_length, text=True)
+    result = run("rand_target", draft, prompts, sampling, order=draw.sample(range(len(prompts)), len(prompts)), **options)
+    for ours, theirs in zip(result.requests, plain_run.requests, strict=True):
+        assert ours.output_ids == theirs.output_ids
+        assert (ours.finish_reason, ours.stop_reason, ours.error) == (theirs.finish_reason, theirs.stop_reason, theirs.error)
+        assert result.engine.text.final(ours) == plain_run.engine.text.final(theirs)
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------------------------------

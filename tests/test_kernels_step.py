@@ -90,3 +90,23 @@ def test_step_kernels_equal_their_reference(seed: int, device: str) -> None:
             expected = reference.finish_step(plain_y, slots, theirs, max_length, results[1], **case)
             assert_same(f"finish_step {list(case)}", out, expected)
             assert_same("rows and result", (ours, results[0]), (theirs, results[1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norms", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("residual, feed_first, plus_one", [("none", False, False), ("plain", False, False), ("normed", True, True)])
+def test_pair_input_equals_its_reference(norms: tuple[bool, bool], residual: str, feed_first: bool, plus_one: bool, device: str) -> None:
+    kernels(device)
+    from specgen.kernels import draft_input
+    from specgen.kernels.reference import pair_input
+
+    g = torch.Generator().manual_seed(3)
+    table, feed = torch.randn(11, 24, generator=g), torch.randn(5, 24, generator=g)
+    weights = [torch.randn(24, generator=g).to(device) if on else None for on in norms]
+    ids = torch.tensor([0, 10, -1, 11, 4], dtype=torch.int32)
+    arguments = (ids.to(device), table.to(device), feed.to(device), *weights, 1e-5, plus_one, feed_first, residual)
+    ours, theirs = draft_input.pair_input(*arguments), pair_input(*arguments)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
+    assert (ours[1] is None) == (theirs[1] is None) == (residual == "none")
+    if theirs[1] is not None:
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=1e-6)

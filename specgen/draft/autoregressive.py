@@ -80,9 +80,10 @@ class AutoregressiveDrafter(Drafter):
         self.scores = torch.zeros(max_slots, self.topk, dtype=torch.float32, device=device)
         self.feed = torch.zeros(max_slots, self.head.feed_size, dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
         self.max_batch = max_batch
-        # Constants of every step: window numbers of the nodes kept at each depth, and row numbers.
+        # Constants of every step: window numbers of the nodes kept at each depth, and where each row of an extend of that width begins.
         self.offsets = torch.arange(self.num_steps * self.topk, dtype=torch.int32, device=device)
-        self.row_starts = torch.arange(max_batch, dtype=torch.int32, device=device)
+        rows = torch.arange(max_batch, dtype=torch.int32, device=device)
+        self.row_starts = {width: rows * width for width in range(2, self.num_steps + 2)}
         self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
 
     def close(self) -> None:
@@ -188,8 +189,8 @@ class AutoregressiveDrafter(Drafter):
             if accepted.path is not None:
                 features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
             feed_in = head.start(features[:, :width].reshape(batch * width, -1))
-        states, feed = head.forward(accepted.tokens.clamp(min=0).reshape(-1), feed_in, layout, self.pool)
-        last = accepted.accepted + self.row_starts[:batch] * width
+        states, feed = head.forward(accepted.tokens.reshape(-1), feed_in, layout, self.pool)
+        last = accepted.accepted + self.row_starts[width][:batch]
         states = states.index_select(0, last)
         feed = None if feed is None else feed.index_select(0, last)
         self._keep(rows.slots, states, feed, accepted.sampling)

@@ -89,7 +89,7 @@ class PrefillRows:
 class AcceptedRows:
     """What a step committed, for the drafter to follow.
 
-    tokens [B, S+1] int32 (-1 beyond), path [B, S+1] int32 node numbers (-1 beyond; None for a chain, where it is 0..S), accepted [B] int32,
+    tokens [B, S+1] int32 (0 beyond), path [B, S+1] int32 node numbers (-1 beyond; None for a chain, where it is 0..S), accepted [B] int32,
     count [B] int32: accepted + 1, 0 for a dead row. hidden: the target's states of all B x num_nodes nodes. sampling: with t moved past the commit.
     """
 

@@ -112,9 +112,10 @@ class LayeredHead:
         self.feed_size = target.hidden_size
         self.own_embed: Tensor | None = None
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """ids [T] int32 -> [T, E]: the head's own table where the checkpoint has one that differs, else the target's."""
-        return self.target.embed(ids) if self.own_embed is None else ops.embed(ids, self.own_embed)
+    @property
+    def table(self) -> Tensor:
+        """The embeddings [V, E] the head reads, unscaled: its own where the checkpoint has some that differ, else the target's."""
+        return self.target.embed_weight if self.own_embed is None else self.own_embed
 
     def adopt_embedding(self, tensors: dict[str, Tensor], name: str = "embed_tokens.weight") -> None:
         """Use the checkpoint's embedding unless it is the target's own."""
@@ -168,7 +169,8 @@ class EagleHead(LayeredHead):
 
     def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor]:
         assert feed is not None
-        x = ops.linear(torch.cat([self.embed(ids), feed], 1), self.fc, self.fc_bias)
+        pair, _ = ops.pair_input(ids, self.table, feed, None, None, 0.0)
+        x = ops.linear(pair, self.fc, self.fc_bias)
         for index, layer in enumerate(self.layers):
             if layer.attn_norm is None:
                 normed, residual = x, x.clone()
@@ -256,9 +258,9 @@ class Eagle3Head(LayeredHead):
         assert feed is not None
         layer = self.layers[0]
         assert layer.attn_norm is not None
-        normed = ops.rms_norm(feed, self.hidden_norm, self.eps)
-        x = torch.cat([ops.rms_norm(self.embed(ids), layer.attn_norm, self.eps), normed], 1)
-        residual = normed.clone() if self.norm_before_residual else feed.clone()
+        start = "normed" if self.norm_before_residual else "plain"
+        x, residual = ops.pair_input(ids, self.table, feed, layer.attn_norm, self.hidden_norm, self.eps, residual=start)
+        assert residual is not None
         out, residual = run_layer(layer, x, residual, layout, *pool.layer(0), pool.page_size)
         states, stream = ops.add_rms_norm(out, residual, self.norm, self.eps)
         return states, states if self.feed_normed else stream

@@ -72,9 +72,8 @@ class MtpHead(LayeredHead):
 
     def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor]:
         assert feed is not None
-        emb = ops.rms_norm(self.embed(ids), self.enorm, self.eps, self.plus_one)
-        hidden = ops.rms_norm(feed, self.hnorm, self.eps, self.plus_one)
-        x = ops.linear(torch.cat([hidden, emb] if self.mimo else [emb, hidden], 1), self.proj)
+        pair, _ = ops.pair_input(ids, self.table, feed, self.enorm, self.hnorm, self.eps, self.plus_one, feed_first=self.mimo)
+        x = ops.linear(pair, self.proj)
         normed, residual = input_norm(self.layers[0], x, None)
         out, residual = run_layer(self.layers[0], normed, residual, layout, *pool.layer(0), pool.page_size)
         states, stream = ops.add_rms_norm(out, residual, self.norm, self.eps, self.plus_one)

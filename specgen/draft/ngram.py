@@ -57,7 +57,7 @@ class NgramDrafter(Drafter):
         offsets = torch.arange(1, width + 1, device=self.device)
         valid = offsets <= accepted.count[:, None]
         positions = torch.where(valid, rows.length.long()[:, None] + offsets, self.spare)
-        self._write(rows.slots[:, None], positions, accepted.tokens.clamp(min=0))
+        self._write(rows.slots[:, None], positions, accepted.tokens)
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft:
         history = self.history.index_select(0, rows.slots)[:, : self.max_length]

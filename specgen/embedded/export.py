@@ -85,7 +85,8 @@ def save_head(head: EagleHead | Eagle3Head | DFlashHead, target: LlamaForCausalL
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": int(head.d2t.shape[0]),
             "target_hidden_size": target.config.hidden_size,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS), "use_aux_hidden_state": True},
+            # Inside eagle_config the ids name the layer whose output is taken.
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in AUX_LAYERS], "use_aux_hidden_state": True},
         }
     elif isinstance(head, EagleHead):
         config["bias"] = False
@@ -141,53 +142,109 @@ A small language model of Python source and drafters for it, so that specgen has
 It continues Python functions; it is not useful for anything else.
 
 - Data: {licence} {files} files of Python {python}, {train_documents} documents ({train_tokens} tokens); {held_files} files held out whole.
-- Made by: `{command}` on {device}, in {minutes} minutes (torch {torch}, transformers {transformers}).
+- Made by: `{command}` on {device}, in {minutes} minutes (torch {torch}, transformers {transformers}); the whole log is `train_log.json`.
 - Tokenizer: byte-level BPE of {vocab_size}; `<s>` before raw prompts; a chat template with `<|user|>`, `<|assistant|>`, `<|end|>`.
 
 | model | folder | parameters | layout |
 |---|---|---|---|
 {models}
 
-Held-out loss {held_loss} nats a token after {steps} steps (the stock trainer, same size, same tokens, same steps: {reference_loss}).
+Weights are bfloat16. Drafters read the target's embeddings, and its output matrix where their layout allows.
 
-Mean acceptance length on {rows} held-out function heads (1 + accepted / steps, bonus token included), num_steps 4, topk 1:
+## Acceptance
+
+By the engine, on the {engine_rows} embedded prompts (`prompts.jsonl`), at most {engine_tokens} tokens each, {engine_dtype} on a CPU, num_steps {engine_steps}.
+Tokens per decode step, the bonus token included; steps without a draft count, so that prompt lookup, which often has none, compares.
+`python -m specgen.embedded.measure` writes this table.
+
+| | T = 0, topk 1 | T = 0, topk 4 | T = 0.8, topk 1 | T = 0.8, topk 4 |
+|---|---|---|---|---|
+{engine_table}
+
+Offline, on {rows} held-out function heads, num_steps 4, topk 1: mean acceptance length, 1 + accepted / steps, over steps whose whole window
+exists. These are files the target never saw, but of the library it was trained on; the prompts above are written by hand, and harder.
 
 | | T = 0 | T = 0.8, coupled |
 |---|---|---|
 {acceptance}
 
-Text of 128 tokens over the {prompt_rows} embedded prompts: repeated 4-grams {repeat_0} at T = 0, {repeat_8} at T = 0.8.
+## The target's training
+
+Held-out loss, nats a token, after the same steps on the same batches by our loop and by transformers' Trainer with its defaults (no dropout).
+Ours ends at {held_loss}; the Trainer's best is {reference_loss}, after which it overfits.
+
+| step | ours | Trainer |
+|---|---|---|
+{curves}
+
+## Text
+
+Repeated 4-grams (share of a text's 4-grams that occurred earlier in it), {engine_tokens} tokens over the embedded prompts: {repeat_0} at T = 0, {repeat_8} at T = 0.8
+(all rows together; at T = 0.8 the mean over seeds 0 to 4).
 
 ## Limits
 
 - It has seen the standard library alone: it knows its idioms, repeats them, and loops at T = 0. The code it writes is rarely correct.
 - Chat is a form it has seen ({chat_documents} exchanges made from docstrings), not an ability.
-- Acceptance was measured offline in float32 with the bfloat16 weights; a run in bfloat16 differs by near-ties.
+- Acceptance was measured in float32; a run in bfloat16 differs by near-ties.
 - The text it was trained on is under the PSF licence; long verbatim runs of it can come out.
 """
+
+MISSING = "not measured"
+_NAMES = {"ngram": "prompt lookup", "draft_model": "draft model", "eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash"}
+
+
+def _offline_table(held: dict[str, Any]) -> str:
+    """Mean acceptance length of each drafter on held-out heads, a line each."""
+
+    def cell(key: str, name: str) -> str:
+        found = held.get(key, {}).get("drafters", {})
+        return f"{found[name]['mean_length']:.2f}" if name in found else MISSING
+
+    return "\n".join(f"| {label} | {cell('T0', n)} | {cell('T0.8', n)} |" for n, label in _NAMES.items() if cell("T0", n) != MISSING)
+
+
+def _engine_table(found: dict[str, Any]) -> str:
+    """Tokens per step of each drafter as the engine runs it, a line each."""
+
+    def cell(key: str, name: str, topk: str) -> str:
+        entry = found.get(key, {}).get(name, {}).get(topk)
+        return "" if entry is None else f"{entry['tokens_per_step']:.2f}"
+
+    columns = [(key, topk) for key in ("T0", "T0.8") for topk in ("1", "4")]
+    measured = [name for name in _NAMES if name in found.get("T0", {})]
+    lines = ["| " + " | ".join([_NAMES[name], *(cell(key, name, topk) for key, topk in columns)]) + " |" for name in measured]
+    return "\n".join(lines) or f"| {MISSING} | | | | |"
+
+
+def _curves(ours: list[list[Any]], theirs: list[list[Any]]) -> str:
+    """Held-out losses by step, a line each; a curve's entry is [step, training loss, held-out loss]."""
+    columns = [{step: held for step, _, held in curve if held is not None} for curve in (ours, theirs)]
+    steps = sorted(set().union(*columns))
+    cells = [[f"{column[step]:.4f}" if step in column else "" for column in columns] for step in steps]
+    return "\n".join(f"| {step} | {left} | {right} |" for step, (left, right) in zip(steps, cells, strict=True)) or f"| {MISSING} | | |"
 
 
 def render_card(log: dict[str, Any]) -> str:
     """The model card, every figure from the training log; an absent figure reads ``not measured``."""
-    missing = "not measured"
-    figures = log.get("evaluation", {})
-    held = figures.get("held_out_heads", {})
-    names = {"ngram": "prompt lookup", "draft_model": "draft model", "eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "dflash": "DFlash"}
-    cell = lambda t, n: f"{held[t]['drafters'][n]['mean_length']:.2f}" if n in held.get(t, {}).get("drafters", {}) else missing  # noqa: E731
-    repeat = lambda t: f"{100 * figures['prompts'][t]['repeated_4grams']:.0f}%" if t in figures.get("prompts", {}) else missing  # noqa: E731
-    reference = log.get("reference", {}).get("held_out_loss")
-    models = "\n".join(f"| {m['name']} | `{m['folder']}` | {m['parameters']:,} | {m['layout']} |" for m in log.get("models", []))
+    held, engine = log.get("evaluation", {}).get("held_out_heads", {}), log.get("engine", {})
+    target, reference = log.get("target", {}), log.get("reference", {})
+    repeated = {key: f"{100 * share:.0f}%" for key, share in engine.get("repeated_4grams", {}).items()}
     return _CARD.format(
         licence=LICENCE,
-        models=models,
-        acceptance="\n".join(f"| {label} | {cell('T0', n)} | {cell('T0.8', n)} |" for n, label in names.items() if cell("T0", n) != missing),
-        held_loss=log.get("target", {}).get("held_out_loss", missing),
-        steps=log.get("target", {}).get("steps", missing),
-        reference_loss=missing if reference is None else reference,
-        rows=held.get("T0", {}).get("rows", missing),
-        prompt_rows=figures.get("prompts", {}).get("T0", {}).get("rows", missing),
-        repeat_0=repeat("T0"),
-        repeat_8=repeat("T0.8"),
+        models="\n".join(f"| {m['name']} | `{m['folder']}` | {m['parameters']:,} | {m['layout']} |" for m in log.get("models", [])),
+        acceptance=_offline_table(held),
+        rows=held.get("T0", {}).get("rows", MISSING),
+        engine_table=_engine_table(engine.get("acceptance", {})),
+        engine_rows=engine.get("rows", 32),
+        engine_tokens=engine.get("max_tokens", 128),
+        engine_dtype=engine.get("dtype", "float32"),
+        engine_steps=engine.get("num_steps", 4),
+        curves=_curves(target.get("curve", []), reference.get("curve", [])),
+        held_loss=target.get("held_out_loss", MISSING),
+        reference_loss=reference.get("held_out_loss", MISSING),
+        repeat_0=repeated.get("T0", MISSING),
+        repeat_8=repeated.get("T0.8", MISSING),
         minutes=round(log.get("seconds", 0) / 60, 1),
         command=log["command"],
         device=log["device"],

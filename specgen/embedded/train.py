@@ -206,11 +206,11 @@ def make_target(run: Run, data: text.Corpus, rows: fit.PackedRows, held: fit.Pac
             run.log["target"] = json.loads(run.args.previous_log.read_text(encoding="utf-8"))["target"]
     round_to_bf16(target)
     target.eval().requires_grad_(False)
-    run.model("target", ".", "transformers Llama", target, result)
+    run.model("target", "target", "transformers Llama", target, result)
     run.log.setdefault("target", {})["held_out_loss"] = round(fit.held_out_loss(target, held, s.batch), 4)
     if result is not None:
         run.log["target"]["passes"] = round(result.steps * s.batch / len(rows), 2)
-    export.save_llama(target, data.tokenizer, run.family)
+    export.save_llama(target, data.tokenizer, run.family / "target")
     run.save("target")
     return target
 
@@ -260,8 +260,8 @@ def make_drafters(run: Run, data: text.Corpus, target: LlamaForCausalLM) -> dict
           lambda: export.save_head(eagle, target, run.family / "eagle"))  # fmt: skip
     stage("eagle3", "eagle3", "EAGLE-3", eagle3, lambda: fit.train_head(eagle3, target, data_mix, head_plan("eagle3", 0.105)),
           lambda: export.save_head(eagle3, target, run.family / "eagle3"))  # fmt: skip
-    stage("mtp", ".", "DeepSeek-V3 MTP, in the target's file", mtp, lambda: fit.train_head(mtp, target, data_mix, head_plan("mtp", 0.105)),
-          lambda: export.save_llama(target, data.tokenizer, run.family, mtp))  # fmt: skip
+    stage("mtp", "target", "DeepSeek-V3 MTP, in the target's file", mtp, lambda: fit.train_head(mtp, target, data_mix, head_plan("mtp", 0.105)),
+          lambda: export.save_llama(target, data.tokenizer, run.family / "target", mtp))  # fmt: skip
     if not run.args.skip_dflash:
         block = DFlashHead(shape, 1, s.block_size, text.PAD).to(device)
         init_weights(block)

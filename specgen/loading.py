@@ -1,0 +1,154 @@
+"""From a configuration to a loaded target, a tokenizer and an engine, and to the prompts of the job.
+
+Boundary: makes objects, runs nothing and writes no file. The last target stays loaded between the jobs of one process, so that a sweep over drafters
+loads it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from specgen.config import Config, DataConfig, ModelConfig
+from specgen.data.prompts import load_prompts
+from specgen.data.tasks.base import Task
+from specgen.data.tokenizer import has_tokenizer, load_tokenizer
+from specgen.draft.load import FAMILY, load_drafter
+from specgen.engine.engine import Engine
+from specgen.models.loader import load_target
+from specgen.models.target import Target
+from specgen.types import Prompt
+
+log = logging.getLogger("specgen")
+
+
+@dataclass
+class Loaded:
+    """A target with its tokenizer, and the configuration it was loaded for."""
+
+    key: str
+    target: Target
+    tokenizer: Any | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that may stand in a prompt: the model's, without those its tokenizer does not know."""
+        return self.target.vocab_size if self.tokenizer is None else min(self.target.vocab_size, len(self.tokenizer))
+
+
+_last: Loaded | None = None
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is the first CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    return torch.device("cuda:0") if device.type == "cuda" and device.index is None else device
+
+
+def target_path(model: ModelConfig) -> str:
+    """The target's folder or hub id."""
+    return str(FAMILY / "target") if model.source == "embedded" else str(model.path)
+
+
+def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lambda tokenizer: None) -> Loaded:
+    """The target and tokenizer of a job, kept for the next job of this process when its ``model.*`` is the same.
+
+    ``before_weights`` is called with the tokenizer before any weight is read: what it refuses costs no loading.
+    """
+    global _last
+    device = resolve_device(model.device)
+    key, path = repr((asdict(model), str(device))), target_path(model)
+    if _last is not None and _last.key == key:
+        before_weights(_last.tokenizer)
+        log.info("target: %s is still loaded from the job before", path)
+        return _last
+    _last = None
+    start = time.perf_counter()
+    tokenizer = load_tokenizer(path, revision=model.revision, trust_remote_code=model.trust_remote_code) if has_tokenizer(path) else None
+    before_weights(tokenizer)
+    dtype = model.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"  # a CPU multiplies float32 faster than bfloat16, and exactly enough that greedy text does not depend on the batch
+    target = load_target(model, device, dtype)
+    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), time.perf_counter() - start)
+    log.info("a row ends at token ids %s", list(target.eos_ids))
+    _last = Loaded(key, target, tokenizer)
+    return _last
+
+
+def make_engine(config: Config, loaded: Loaded) -> Engine:
+    """Drafter and engine of a job over a loaded target."""
+    target, tokenizer = loaded.target, loaded.tokenizer
+    drafter = load_drafter(config.draft, config.model, target, tokenizer)
+    engine = Engine(
+        target,
+        drafter,
+        config.engine,
+        config.draft,
+        tokenizer=tokenizer,
+        skip_special_tokens=config.output.skip_special_tokens,
+        vocab_limit=None if tokenizer is None else len(tokenizer),
+    )
+    tokens = (engine.pages.num_pages - 1) * engine.pages.page_size
+    size = tokens * (target.kv_bytes_per_token + drafter.kv_bytes_per_token()) / 2**30
+    log.info("KV pool: %s tokens (%.2f GiB) for at most %d rows at a time", f"{tokens:,}", size, engine.max_batch)
+    return engine
+
+
+def prompts_of(config: Config, data: DataConfig, loaded: Loaded, task: Task | None = None) -> Iterator[Prompt]:
+    """The job's prompts, read from ``data``."""
+    return load_prompts(
+        data, config.sampling, loaded.tokenizer, max_length=loaded.target.max_length, vocab_size=loaded.vocab_size, task=task
+    )
+
+
+# -- CPU threads ------------------------------------------------------------------------------------------------------------------------------
+
+CALIBRATION_S = 0.03
+_SHAPE = (32, 384, 1152)  # rows, inner and outer size of one product: about what a step of a small model multiplies
+
+
+def choose_threads(device: torch.device, speed: Callable[[int], float] | None = None) -> int:
+    """Set torch's threads for a job on a CPU to the fastest of one, a few and all cores, tried on small products; returns the number.
+
+    A second thread on a core that others keep busy makes every product wait for it. ``OMP_NUM_THREADS`` in the environment decides instead where it
+    is set. ``speed``: products a second with that many threads (measured when None).
+    """
+    if device.type != "cpu":
+        return torch.get_num_threads()
+    if os.environ.get("OMP_NUM_THREADS"):
+        log.info("threads: %d, as OMP_NUM_THREADS says", torch.get_num_threads())
+        return torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    choices = sorted({1, min(4, cores), max(1, cores // 2), cores})
+    found = _speeds(choices) if speed is None else {threads: speed(threads) for threads in choices}
+    # Fewer threads win a near tie: they leave room for the tokenizer and for others.
+    best = next(threads for threads in choices if found[threads] >= 0.95 * max(found.values()))
+    torch.set_num_threads(best)
+    log.info("threads: %d of %d cores, the fastest of %s on small products; OMP_NUM_THREADS overrides", best, cores, choices)
+    return best
+
+
+def _speeds(choices: list[int]) -> dict[int, float]:
+    """Products a second for each number of threads, each tried in two turns, so that a moment's load does not decide."""
+    left, right = torch.ones(_SHAPE[0], _SHAPE[1]), torch.ones(_SHAPE[1], _SHAPE[2])
+    done, spent = dict.fromkeys(choices, 0), dict.fromkeys(choices, 0.0)
+    turn_s = CALIBRATION_S / (2 * len(choices))
+    for threads in [*choices, *reversed(choices)]:
+        torch.set_num_threads(threads)
+        left @ right  # wakes the threads
+        start = now = time.perf_counter()
+        while now - start < turn_s:
+            left @ right
+            done[threads] += 1
+            now = time.perf_counter()
+        spent[threads] += now - start
+    return {threads: done[threads] / spent[threads] for threads in choices}
