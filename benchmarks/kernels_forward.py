@@ -242,7 +242,7 @@ def layer_rows(batches: set[int] | None) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Parse the command line, print one line a figure, and write them all to ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="attention,linear,small,layer")
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=None)
     parser.add_argument("--rows", default=None)
     parser.add_argument("--json", type=Path, default=None)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     batches = None if options.batches is None else {int(b) for b in options.batches.split(",")}
     shapes = None if options.shapes is None else options.shapes.split(",")
     rows_wanted = ROWS if options.rows is None else tuple(int(r) for r in options.rows.split(","))

@@ -1,4 +1,5 @@
-"""The input of a drafter's layer in one kernel: the token's embedding and the state before it, each normed, side by side. Definition: ``reference.pair_input``.
+"""The input of a drafter's layer in one kernel: the token's embedding and the state before it, each normed, side by side. Definition:
+``reference.pair_input``.
 
 Boundary: kernel and launcher; which drafter joins what is decided by the drafter.
 """

@@ -114,7 +114,8 @@ def finish_step(
     walk: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     imposed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Accept, commit and record one step: (tokens [B, S+1] int32, 0 beyond the run; accepted [B]; count [B]; path [B, S+1] or None for a chain), int32.
+    """Accept, commit and record one step: (tokens [B, S+1] int32, 0 beyond the run; accepted [B]; count [B]; path [B, S+1] or None for a chain),
+    int32.
 
     y [B, D] int32: the law's token after each node. slots [B] int64 as from ``begin_step``. rows [R, 9 + E] int32, changed in place: length, root and
     output_len advance, alive falls. result [>= B, 6 + S + 1] int32, written. A chain: drafted [B, S] int32 and valid [B, S] bool or None. A tree:

@@ -5,20 +5,19 @@ Boundary: prompts in, completions out, in completion order. It opens no file and
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from specgen.config import Config
 from specgen.data.prompts import next_turn
 from specgen.engine.engine import Engine
+from specgen.errors import SpecgenError
 from specgen.types import Completion, Counts, Prompt, Request, SamplingParams
 
-log = logging.getLogger("specgen")
-# What a row's ``sampling`` object shows; ``n`` and ``seed`` decide the draw too.
-PARAMETERS = tuple(SamplingParams.__dataclass_fields__)
+_END: Any = object()
 
 
 @dataclass
@@ -32,7 +31,8 @@ class Turns:
 
 @dataclass
 class Totals:
-    """Running figures of one pass, for the progress bar and the statistics."""
+    """Running figures of one pass, for the progress bar and the statistics. ``first_token_s``: from the first prompt read to the first token known
+    to the host, in seconds."""
 
     rows: int = 0
     errors: int = 0
@@ -41,6 +41,7 @@ class Totals:
     verify_steps: int = 0
     started: float = 0.0
     ended: float = 0.0
+    first_token_s: float | None = None
 
 
 class Job:
@@ -49,6 +50,7 @@ class Job:
     def __init__(self, engine: Engine, config: Config, tokenizer: Any | None, job_params: SamplingParams) -> None:
         self.engine, self.config, self.tokenizer, self.job_params = engine, config, tokenizer, job_params
         self.totals = Totals()
+        self.stopped = False  # ``stop`` ended the pass before its time
         self._turns: dict[int, Turns] = {}
         self._queue: list[Completion] = []
 
@@ -58,39 +60,67 @@ class Job:
         skip: Callable[[Prompt, int], bool] = lambda prompt, sample: False,
         stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Completion]:
-        """Yield completions as they end. ``skip`` says which (prompt, sample) an earlier start finished; ``stop`` is asked after every step."""
-        engine = self.engine
-        self.totals.started = time.perf_counter()
-        exhausted = False
-        while True:
-            while not exhausted and engine.scheduler.slots_wanted > 0:
-                prompt = next(prompts, None)
-                if prompt is None:
-                    exhausted = True
-                else:
-                    self._submit(prompt, skip)
-                if self._queue:
-                    yield from self._drain()
-            if not engine.has_work:
-                break
-            for request in engine.step():
-                self._finish(request)
-            yield from self._drain()
-            if stop():
-                break
-        self.totals.ended = time.perf_counter()
+        """Yield completions as they end.
 
-    def _submit(self, prompt: Prompt, skip: Callable[[Prompt, int], bool]) -> None:
+        ``skip`` says which (prompt, sample) an earlier start finished. ``stop`` is asked after every step and every row read, and may do small work
+        of its own there; once it is true, what is in flight is dropped. A fault of the whole input is raised after the rows before it have ended.
+        """
+        engine, fault = self.engine, None
+        self.totals.started = self.totals.ended = time.perf_counter()
+        samples: Iterator[tuple[Prompt, int] | None] | None = self._samples(prompts, skip)
+        while samples is not None or engine.has_work:
+            # Rows that end at once (errors, max_tokens 0) free no slot, so reading is bounded by count too.
+            for _ in range(engine.scheduler.slots_wanted if samples is not None else 0):
+                try:
+                    item = next(samples, _END)  # type: ignore[arg-type]
+                except SpecgenError as error:
+                    item, fault = _END, error
+                if item is _END:
+                    samples = None
+                    break
+                if item is not None:
+                    self.submit(*item)
+                    yield from self.drain()
+                if stop():
+                    self.stopped = True
+                    return
+            if engine.has_work:
+                self.step()
+                yield from self.drain()
+                if stop():
+                    self.stopped = True
+                    return
+        if fault is not None:
+            raise fault
+
+    @staticmethod
+    def _samples(prompts: Iterator[Prompt], skip: Callable[[Prompt, int], bool]) -> Iterator[tuple[Prompt, int] | None]:
+        """Every (prompt, sample) that is to run, one at a time, for a row may ask for millions; None for each that an earlier start finished."""
+        for prompt in prompts:
+            for sample in range(1 if prompt.error is not None else prompt.sampling.n):
+                yield None if skip(prompt, sample) else (prompt, sample)
+
+    def submit(self, prompt: Prompt, sample: int) -> Request | None:
+        """Queue one sample of a prompt; None for a row that cannot run, whose error row is drained next."""
         if prompt.error is not None:
-            if not skip(prompt, 0):
-                self._queue.append(self._error_row(prompt, 0, prompt.error))
-            return
-        for sample in range(prompt.sampling.n):
-            if not skip(prompt, sample):
-                self.engine.add(Request(prompt=prompt, sampling=prompt.sampling, sample=sample))
+            self._queue.append(self._error_row(prompt, sample, prompt.error))
+            return None
+        request = Request(prompt=prompt, sampling=prompt.sampling, sample=sample)
+        self.engine.add(request)
+        return request
 
-    def _drain(self) -> Iterator[Completion]:
-        for completion in self._queue:
+    def step(self) -> None:
+        """One step of the engine; what ended is drained next."""
+        done = self.engine.step()
+        if self.totals.first_token_s is None and any(r.output_ids for r in chain(done, self.engine.scheduler.running)):
+            self.totals.first_token_s = time.perf_counter() - self.totals.started
+        for request in done:
+            self._finish(request)
+
+    def drain(self) -> Iterator[Completion]:
+        """The rows that have ended since the last call, counted in ``totals``."""
+        ended, self._queue = self._queue, []
+        for completion in ended:
             totals, counts = self.totals, completion.counts
             totals.rows += 1
             totals.errors += completion.finish_reason == "error"
@@ -99,14 +129,20 @@ class Job:
             totals.verify_steps += counts.verify_steps
             totals.ended = time.perf_counter()
             yield completion
-        self._queue.clear()
+
+    def abort(self, index: int) -> None:
+        """Drop every unfinished sample of the prompt with this index."""
+        scheduler = self.engine.scheduler
+        for request in [r for r in chain(scheduler.waiting, scheduler.prefilling, scheduler.running) if r.prompt.index == index]:
+            self.engine.abort(request)
+            self._turns.pop(id(request), None)
 
     # -- one request's end ----------------------------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request) -> None:
         """Turn a finished request into a row, or into the request of its next turn."""
         prompt = request.prompt
-        if prompt.messages is None or (not prompt.turns and id(request) not in self._turns):
+        if prompt.form != "turns":
             self._queue.append(self._row(request, None))
             return
         turns = self._turns.pop(id(request), None) or Turns()

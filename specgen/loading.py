@@ -105,9 +105,7 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
 
 def prompts_of(config: Config, data: DataConfig, loaded: Loaded, task: Task | None = None) -> Iterator[Prompt]:
     """The job's prompts, read from ``data``."""
-    return load_prompts(
-        data, config.sampling, loaded.tokenizer, max_length=loaded.target.max_length, vocab_size=loaded.vocab_size, task=task
-    )
+    return load_prompts(data, config.sampling, loaded.tokenizer, max_length=loaded.target.max_length, vocab_size=loaded.vocab_size, task=task)
 
 
 # -- CPU threads ------------------------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def run_record(config: Config, data: DataConfig, device: torch.device) -> dict[s
         "config_hash": config_hash(config),
         "models": _models(config),
         "input": input_fingerprint(data),
-        "chat_template": _template_hash(data.chat_template),
+        "chat_template": _template(data.chat_template),
     }
 
 
@@ -67,10 +67,9 @@ def _models(config: Config) -> dict[str, Any]:
     return found
 
 
-def _template_hash(name: str) -> str | None:
-    if name in ("auto", "none"):
-        return None
-    return hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest()
+def _template(name: str) -> str:
+    """``auto``, ``none``, or what tells one template file from another."""
+    return name if name in ("auto", "none") else hashlib.sha256(Path(name).expanduser().read_bytes()).hexdigest()
 
 
 def refuse_changes(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
@@ -87,7 +86,7 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
         if parts:
             raise DataError(f"the {role} model's {' and '.join(parts)} changed since this run was started; {remedy}")
     if old.get("chat_template") != new["chat_template"]:
-        raise DataError(f"data.chat_template: the file's text has changed since this run was started; {remedy}")
+        raise DataError(f"data.chat_template: the template has changed since this run was started; {remedy}")
     _refuse_changed_input(old.get("input") or {}, new["input"], remedy)
 
 
@@ -99,7 +98,7 @@ def _refuse_changed_input(old: dict[str, Any], new: dict[str, Any], remedy: str)
         return
     files, former = new.get("files") or [], old.get("files") or []
     changed = next((one["path"] for one, two in zip(files, former, strict=False) if _without_path(one) != _without_path(two)), None)
-    what = f"{changed}: the file has changed" if changed else "the input has changed" if len(files) == len(former) else "the input's files have changed"
+    what = f"{changed}: the file has changed" if changed else "the input's files have changed" if files else "the input has changed"
     raise DataError(f"{what} since this run was started; {remedy}")
 
 

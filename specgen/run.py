@@ -1,240 +1,259 @@
 """A job, on one page: load, generate, write, report.
 
-Boundary: joins what the other modules do; the command line is ``cli.py``. The last target stays loaded between the jobs of one process, so that a
-sweep over
-drafters loads it once; drafter, KV pool and graphs are freed between jobs.
+Boundary: joins what the other modules do; the command line is ``cli.py``. The folder is locked from the first look at it to the last file written.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from specgen.config import Config, ModelConfig
+from specgen.config import Config, DataConfig
 from specgen.data.chat import describe_chat
-from specgen.data.prompts import load_prompts
+from specgen.data.prompts import check_first_row
 from specgen.data.sampling import params_from_config
-from specgen.data.sources import count_rows, input_fingerprint
-from specgen.data.tokenizer import has_tokenizer, load_tokenizer
-from specgen.draft.load import FAMILY, load_drafter
+from specgen.data.sources import count_rows
+from specgen.data.tasks.base import NO_GROUP, Task, load_task, score_run, score_text
 from specgen.engine.engine import Engine
+from specgen.errors import ConfigError
+from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
-from specgen.models.loader import load_target
+from specgen.loading import Loaded, choose_threads, load, make_engine, prompts_of, resolve_device
 from specgen.models.target import Target
+from specgen.record import earlier_record, pinned, refuse_changes, run_record
+from specgen.report import stats as report_stats
 from specgen.report.attempts import append_attempt, read_attempts, step_figures, throughput_figures
-from specgen.report.disk import write_json
-from specgen.report.environment import config_hash, config_record, environment, model_fingerprint
+from specgen.report.disk import FolderLock, write_json
+from specgen.report.environment import ENVIRONMENT_NAME
 from specgen.report.html import write_report
+from specgen.report.merge import merge_runs
 from specgen.report.stats import build_stats, load_rows, write_stats
 from specgen.report.table import progress_line, terminal_table
 from specgen.report.writer import RunWriter
+from specgen.schema import build
 from specgen.types import Prompt
 
 log = logging.getLogger("specgen")
-_STARTED = time.perf_counter()
-
-
-@dataclass
-class Loaded:
-    """A target with its tokenizer, and the configuration it was loaded for."""
-
-    key: str
-    target: Target
-    tokenizer: Any | None
-
-
-_last: Loaded | None = None
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto`` is the first CUDA device where there is one, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    return torch.device("cuda:0") if device.type == "cuda" and device.index is None else device
-
-
-def load(model: ModelConfig) -> Loaded:
-    """The target and tokenizer of a job, kept for the next job of this process when its ``model.*`` is the same."""
-    global _last
-    device = resolve_device(model.device)
-    key = repr((asdict(model), str(device)))
-    if _last is not None and _last.key == key:
-        return _last
-    _last = None
-    start = time.perf_counter()
-    path = str(FAMILY / "target") if model.source == "embedded" else str(model.path)
-    dtype = model.dtype
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"  # a CPU multiplies float32 faster than bfloat16, and exactly enough that greedy text does not depend on the batch
-    target = load_target(model, device, dtype)
-    tokenizer = load_tokenizer(path, revision=model.revision, trust_remote_code=model.trust_remote_code) if has_tokenizer(path) else None
-    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), time.perf_counter() - start)
-    log.info("a row ends at token ids %s", list(target.eos_ids))
-    _last = Loaded(key, target, tokenizer)
-    return _last
-
-
-def make_engine(config: Config, loaded: Loaded) -> Engine:
-    """Drafter and engine of a job over a loaded target."""
-    target, tokenizer = loaded.target, loaded.tokenizer
-    drafter = load_drafter(config.draft, config.model, target, tokenizer)
-    return Engine(
-        target,
-        drafter,
-        config.engine,
-        config.draft,
-        tokenizer=tokenizer,
-        skip_special_tokens=config.output.skip_special_tokens,
-        vocab_limit=None if tokenizer is None else len(tokenizer),
-    )
-
-
-def prompts_of(config: Config, loaded: Loaded) -> Iterator[Prompt]:
-    """The job's prompts."""
-    target = loaded.target
-    vocab = target.vocab_size if loaded.tokenizer is None else min(target.vocab_size, len(loaded.tokenizer))
-    return load_prompts(config.data, config.sampling, loaded.tokenizer, max_length=target.max_length, vocab_size=vocab)
+_IMPORTED = time.perf_counter()
+_jobs = 0  # started by this process
 
 
 def run_job(config: Config, folder: Path, overrides: list[str] | None = None, resume: bool = False) -> int:
-    """Run one job into ``folder``; returns the exit code. User errors are raised as SpecgenError."""
-    device = resolve_device(config.model.device)
-    with _signals() as caught:
-        writer = RunWriter(
-            folder,
-            format=config.output.format,
-            fsync_seconds=config.output.fsync_seconds,
-            token_ids=config.output.token_ids,
-            prompt_token_ids=config.output.prompt_token_ids,
-            provenance=config.output.provenance,
-            meta=config.output.meta,
-            resume=resume,
-            resume_errors=config.resume_errors,
-        )
-        with writer:
+    """Run one job into ``folder``; returns the exit code (0 all rows done, 3 some are errors, 128 + n after signal n). User errors are raised as
+    SpecgenError; whatever ends the run, every finished row is on the disk and the folder can be resumed."""
+    started = _start_of_job()
+    task = load_task(config.task)
+    _check_task(config, task)
+    with FolderLock(folder) as lock, Signals() as signals:
+        earlier = earlier_record(folder) if resume else None
+        data = pinned(config.data if task is None else task.data_config(config.data), earlier)
+        device = resolve_device(config.model.device)
+        choose_threads(device)
+        record = run_record(config, data, device)
+        if earlier is not None:
+            refuse_changes(earlier, record, folder)
+        data = pinned(data, record)
+        with _writer(config, folder, lock, resume) as writer:
             attempt = append_attempt(folder, {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "overrides": overrides or []})
-            loaded = load(config.model)
-            record = _record(config, loaded, device)
-            write_json(folder / "environment.json", record)
-            engine = make_engine(config, loaded)
-            start_s = time.perf_counter() - _STARTED
-            job = _generate(config, loaded, engine, writer, caught)
-        throughput, step = _figures(job, engine, start_s)
-        append_attempt(folder, {"attempt": attempt, "rows": job.totals.rows, "throughput": throughput, "step": step, "start_s": start_s})
-        engine.close()
-        baseline = None
-        if wants_baseline(config) and not caught:
-            baseline = _baseline(config, loaded, caught)
-        stats = build_stats(
-            load_rows(folder),
-            {
-                "model": _model_info(config, loaded.target),
-                "draft": {**asdict(config.draft), "num_draft_tokens": engine.drafter.num_draft_tokens, "num_steps": engine.num_steps},
-                "sampling": asdict(params_from_config(config.sampling)) | {"acceptance": config.sampling.acceptance},
-                "chat": describe_chat(config.data, loaded.tokenizer),
-                "throughput": throughput,
-                "step": step,
-                "baseline": baseline,
-                "attempts": read_attempts(folder),
-                "environment": record,
-            },
-        )
+            loaded = load(config.model, lambda tokenizer: check_first_row(data, config.sampling, tokenizer, task, record["input"]["rereadable"]))
+            write_json(folder / ENVIRONMENT_NAME, record)
+            run = _Run(config, data, task, loaded, writer, signals)
+            figures = run.generate(started)
+        append_attempt(folder, {"attempt": attempt, **figures})
+        if run.wants_baseline():
+            append_attempt(folder, {"attempt": attempt, "baseline": run.baseline()})
+        stats = run.stats(folder, record)
         write_stats(folder, stats)
         write_report(folder)
         print(terminal_table(stats))
         print(f"written to {folder}")
-        if caught:
-            log.warning("interrupted: go on with `python -m specgen resume=%s`", folder)
-            return 128 + caught[0]
+        return run.verdict(stats, folder)
+
+
+def _start_of_job() -> float:
+    """When the job began, on ``perf_counter``'s clock: for the first job of a process when the process was started, as far as that can be told."""
+    global _jobs
+    _jobs += 1
+    now = time.perf_counter()
+    if _jobs > 1:
+        return now
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _IMPORTED
+
+
+def _check_task(config: Config, task: Task | None) -> None:
+    if task is None or task.metric is None:
+        return
+    if not config.output.meta:
+        raise ConfigError(f"output.meta=false leaves nothing to score task={task.name} with; leave it out, or use task=none")
+    if task.name == "humaneval" and not config.task.execute_code:
+        log.warning("task=humaneval: answers are not scored unless task.execute_code=true runs them, each in a process of its own")
+
+
+def _writer(config: Config, folder: Path, lock: FolderLock, resume: bool) -> RunWriter:
+    output = config.output
+    writer = RunWriter(
+        folder,
+        format=output.format,
+        fsync_seconds=output.fsync_seconds,
+        token_ids=output.token_ids,
+        prompt_token_ids=output.prompt_token_ids,
+        provenance=output.provenance,
+        meta=output.meta,
+        resume=resume,
+        resume_errors=config.resume_errors,
+        lock=lock,
+    )
+    if resume:
+        finished = writer.finished
+        if finished.repaired:
+            log.warning("repaired: %s", finished.repaired)
+        log.info("resumed: %d rows are finished, %d of them errors; %d error rows are tried again", *_resumed(writer))
+    return writer
+
+
+def _resumed(writer: RunWriter) -> tuple[int, int, int]:
+    return len(writer.finished), len(writer.finished.errors), len(writer.finished.superseded)
+
+
+class _Run:
+    """One start of a job: its rows, its timings, its statistics."""
+
+    def __init__(self, config: Config, data: DataConfig, task: Task | None, loaded: Loaded, writer: RunWriter, signals: Signals) -> None:
+        self.config, self.data, self.task, self.loaded, self.writer, self.signals = config, data, task, loaded, writer, signals
+        self.stopped_by: str | None = None  # the row error that ended the run under data.on_error=stop
+        self.incomplete = False  # rows of the input are missing
+        self.num_steps = self.num_draft_tokens = 0
+
+    def generate(self, started: float) -> dict[str, Any]:
+        """Generate and write every row that an earlier start did not; returns what the attempts file says of it. ``started``: of the job."""
+        with closing(make_engine(self.config, self.loaded)) as engine:
+            start_s = time.perf_counter() - started
+            self.num_steps, self.num_draft_tokens = engine.num_steps, engine.drafter.num_draft_tokens
+            self.signals.arm()
+            job = self._pass(engine)
+            self.incomplete = job.stopped
+            throughput, step = _figures(job, engine, start_s)
+        for what, count in self.writer.notes.items():
+            log.warning("%d %s", count, what)
+        if job.totals.first_token_s is not None:
+            log.info("first token after %.2f s, %.2f s after the start", job.totals.first_token_s, start_s + job.totals.first_token_s)
+        return {"rows": job.totals.rows, "complete": not job.stopped, "throughput": throughput, "step": step, "start_s": start_s}
+
+    def _pass(self, engine: Engine) -> Job:
+        config, writer = self.config, self.writer
+        job = Job(engine, replace(config, data=self.data), self.loaded.tokenizer, params_from_config(config.sampling))
+        total = count_rows(self.data)
+        bar = tqdm(total=total and total * config.sampling.n, unit="row", file=sys.stderr, disable=None, initial=len(writer.finished))
+        with closing(bar):
+            for completion in job.run(prompts_of(config, self.data, self.loaded, self.task), self._skip, self._stop):
+                writer.append(completion)
+                totals = job.totals
+                bar.update()
+                seconds = time.perf_counter() - totals.started
+                bar.set_postfix_str(progress_line(totals.rows, totals.output_tokens, seconds, totals.accepted, totals.verify_steps))
+                if completion.error is not None:
+                    log.warning("row %s is an error: %s", completion.index, completion.error["message"])
+                    if config.data.on_error == "stop":
+                        self.stopped_by = completion.error["message"]
+        return job
+
+    def _skip(self, prompt: Prompt, sample: int) -> bool:
+        if (prompt.index, sample) not in self.writer.finished:
+            return False
+        self.writer.finished.check(prompt, sample)
+        return True
+
+    def _stop(self) -> bool:
+        self.writer.sync_if_due()
+        return self.signals.caught is not None or self.stopped_by is not None
+
+    def wants_baseline(self) -> bool:
+        """``baseline`` as set, or, when null, whether everything is the embedded family's; never for a start that ended early or wrote no row."""
+        config = self.config
+        if config.draft.method == "none" or self.incomplete or self.signals.caught is not None or not self.writer.rows:
+            return False
+        if config.baseline is None:
+            return config.model.source == "embedded" and self.data.source == "embedded" and config.draft.path is None and self.task is None
+        return config.baseline
+
+    def baseline(self) -> dict[str, Any] | None:
+        """The prompts of this start decoded plainly, in this process, with the same batch; nothing is written. None when a signal came meanwhile."""
+        log.info("baseline: the same prompts without a draft")
+        plain = replace(without_draft(self.config), data=self.data)
+        finished = self.writer.finished
+        with closing(make_engine(plain, self.loaded)) as engine:
+            job = Job(engine, plain, self.loaded.tokenizer, params_from_config(plain.sampling))
+            prompts = prompts_of(plain, self.data, self.loaded, self.task)
+            for _ in job.run(prompts, lambda prompt, sample: (prompt.index, sample) in finished, lambda: self.signals.caught is not None):
+                pass
+            throughput, step = _figures(job, engine, 0.0)
+        return None if job.stopped else {"throughput": throughput, "step": step}
+
+    def stats(self, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+        """The whole of stats.json, from the rows on the disk; timings are those of the last start that wrote a row."""
+        config = self.config
+        attempts = read_attempts(folder)
+        timed: dict[str, Any] = next((entry for entry in reversed(attempts) if entry.get("rows")), {})
+        return build_stats(
+            load_rows(folder),
+            {
+                "model": _model_info(config, self.loaded.target),
+                "draft": {**asdict(config.draft), "num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps},
+                "sampling": asdict(params_from_config(config.sampling)) | {"acceptance": config.sampling.acceptance},
+                "chat": describe_chat(self.data, self.loaded.tokenizer),
+                **{name: timed.get(name) for name in ("throughput", "step", "baseline")},
+                **scores(folder, self.task),
+                "attempts": attempts,
+                "environment": record,
+                "complete": not self.incomplete,
+            },
+        )
+
+    def verdict(self, stats: dict[str, Any], folder: Path) -> int:
+        """The exit code, and what to do next where the run ended early."""
+        go_on = f"go on with `python -m specgen resume={folder}`"
+        if self.signals.caught is not None:
+            log.warning("interrupted: %s", go_on if self.incomplete else "every row was finished before")
+            return 128 + self.signals.caught
+        if self.stopped_by is not None:
+            log.warning("stopped at the first row error (data.on_error=stop); %s", go_on)
+            return 3
         return 3 if stats["errors"] else 0
 
 
-def wants_baseline(config: Config) -> bool:
-    """``baseline`` as set, or, when null, whether everything is the embedded family's."""
-    if config.draft.method == "none":
-        return False
-    if config.baseline is None:
-        return config.model.source == "embedded" and config.data.source == "embedded" and config.draft.path is None
-    return config.baseline
-
-
-def _generate(config: Config, loaded: Loaded, engine: Engine, writer: RunWriter, caught: list[int]) -> Job:
-    job = Job(engine, config, loaded.tokenizer, params_from_config(config.sampling))
-    finished = writer.finished
-
-    def skip(prompt: Prompt, sample: int) -> bool:
-        if (prompt.index, sample) not in finished:
-            return False
-        finished.check(prompt, sample)
-        return True
-
-    total = count_rows(config.data)
-    bar = tqdm(total=total and total * config.sampling.n, unit="row", file=sys.stderr, disable=None, initial=len(finished))
-    stopping: list[bool] = []
-    for completion in job.run(prompts_of(config, loaded), skip, lambda: bool(caught or stopping)):
-        writer.append(completion)
-        totals = job.totals
-        bar.update()
-        bar.set_postfix_str(
-            progress_line(totals.rows, totals.output_tokens, time.perf_counter() - totals.started, totals.accepted, totals.verify_steps)
-        )
-        if completion.error is not None:
-            log.warning("row %s is an error: %s", completion.index, completion.error["message"])
-            if config.data.on_error == "stop":
-                stopping.append(True)
-    bar.close()
-    return job
-
-
-def _baseline(config: Config, loaded: Loaded, caught: list[int]) -> dict[str, Any]:
-    """The same prompts decoded plainly, in this process, with the same batch; nothing is written."""
-    log.info("baseline: the same prompts without a draft")
-    plain = without_draft(config)
-    engine = make_engine(plain, loaded)
-    job = Job(engine, plain, loaded.tokenizer, params_from_config(plain.sampling))
-    for _ in job.run(prompts_of(plain, loaded), stop=lambda: bool(caught)):
-        pass
-    throughput, step = _figures(job, engine, 0.0)
-    engine.close()
-    return {"throughput": throughput, "step": step}
+def scores(folder: Path, task: Task | None) -> dict[str, Any]:
+    """``score`` and ``group_scores`` of the rows in ``folder``, for ``build_stats``. Nothing that goes wrong here costs a row."""
+    if task is None:
+        return {}
+    score = score_run(load_rows(folder), task)
+    log.info("%s", score_text(score))
+    groups = score.pop("groups")
+    named = {report_stats.NO_GROUP if name == NO_GROUP else name: group for name, group in groups.items()}
+    return {"score": score, "group_scores": {} if task.metric is None or set(groups) == {NO_GROUP} else named}
 
 
 def _figures(job: Job, engine: Engine, start_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
     totals, times = job.totals, engine.times
-    throughput = throughput_figures(
+    throughput: dict[str, Any] = throughput_figures(
         output_tokens=totals.output_tokens,
         wall_s=totals.ended - totals.started,
         decode_tokens=times.decode_tokens,
         decode_s=times.decode_seconds,
         start_s=start_s,
     )
-    return throughput, step_figures(times.step_ms)
-
-
-def _record(config: Config, loaded: Loaded, device: torch.device) -> dict[str, Any]:
-    paths = {"target": str(FAMILY / "target") if config.model.source == "embedded" else config.model.path}
-    if config.draft.path:
-        paths["draft"] = config.draft.path
-    fingerprints = {name: model_fingerprint(path) for name, path in paths.items() if path and os.path.isdir(path)}
-    return {
-        **environment(device),
-        "config": config_record(config),
-        "config_hash": config_hash(config),
-        "models": fingerprints,
-        "input": input_fingerprint(config.data),
-    }
+    return throughput | {"first_token_s": totals.first_token_s}, step_figures(times.step_ms)
 
 
 def _model_info(config: Config, target: Target) -> dict[str, Any]:
@@ -248,34 +267,17 @@ def _model_info(config: Config, target: Target) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Turn SIGINT and SIGTERM into a list the loop looks at after every step; a second one acts at once."""
-    caught: list[int] = []
-    previous: dict[int, Any] = {}
-
-    def note(number: int, frame: Any) -> None:
-        if caught:
-            signal.signal(number, previous.get(number, signal.SIG_DFL))
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    try:
-        for name in (signal.SIGINT, signal.SIGTERM):
-            previous[int(name)] = signal.signal(name, note)
-    except ValueError:  # not the main thread: the caller's signals stay its own
-        previous.clear()
-    try:
-        yield caught
-    finally:
-        restore: Callable[..., Any] = signal.signal
-        for number, handler in previous.items():
-            restore(number, handler)
-
-
 def merge(dirs: list[Path], out: Path) -> int:
-    """Join the runs of shards into one folder."""
-    from specgen.report.merge import merge_runs
+    """Join the runs of shards into one folder, with its own statistics, score and report; returns the exit code."""
 
-    merge_runs(dirs, out)
-    return 0
+    def score(config: dict[str, Any]) -> dict[str, Any]:
+        return scores(out, load_task(build(config).task))
+
+    merged = merge_runs(dirs, out, score)
+    write_report(out)
+    print(terminal_table(merged.stats))
+    print(f"{merged.rows} rows of {len(dirs)} runs joined in {out}")
+    if merged.missing_shards:
+        log.warning("not the whole input: shard %s is missing", ", ".join(merged.missing_shards))
+        print(f"not the whole input: shard {', '.join(merged.missing_shards)} is missing")
+    return 3 if merged.stats["errors"] else 0

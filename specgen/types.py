@@ -62,6 +62,7 @@ class Prompt:
     tools: list[Any] | None = None
     category: str | None = None
     error: dict[str, str] | None = None
+    form: str = "prompt"  # the input's form: prompt, messages, turns or token_ids
 
 
 @dataclass

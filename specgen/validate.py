@@ -31,7 +31,6 @@ UNSUPPORTED: tuple[tuple[str, Any], ...] = (
     ("sampling.logprobs", ANYTHING),
     ("sampling.acceptance", "rejection"),
     ("engine.deterministic", True),
-    ("output.format", "parquet"),
 )
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own

@@ -107,6 +107,8 @@ def engine_of(
     max_length: int | None = None,
     text: bool = False,
     vocab_limit: int | None = None,
+    logprobs: int | None = None,
+    deterministic: bool = False,
 ) -> Engine:
     """An engine over toys. ``pages``: size of the KV pool, page 0 included. ``text``: give the engine the target's tokenizer."""
     loaded = target_of(target, max_length)
@@ -114,7 +116,10 @@ def engine_of(
     per_page = page * (loaded.kv_bytes_per_token + drafter.kv_bytes_per_token())
     memory = None if pages is None else (pages + 0.5) * per_page / 2**30
     config = EngineConfig(max_batch=batch, page_size=page, overlap=str(overlap), prefill_tokens=chunk, kv_memory_gb=memory, check_indices=True)
-    return Engine(loaded, drafter, config, draft_config, tokenizer=tokenizer_of(target) if text else None, vocab_limit=vocab_limit)
+    config.deterministic = deterministic
+    return Engine(
+        loaded, drafter, config, draft_config, tokenizer=tokenizer_of(target) if text else None, vocab_limit=vocab_limit, logprobs=logprobs
+    )
 
 
 def requests_of(prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], **common: Any) -> list[Request]:

@@ -185,7 +185,6 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
         ("draft.adaptive=true", "draft.adaptive=true is not supported in this version"),
         ("draft=dflash", "draft=dflash is not supported in this version"),
         ("engine.deterministic=true", "engine.deterministic=true is not supported in this version"),
-        ("output.format=parquet", "output.format=parquet is not supported in this version"),
         ("sampling.acceptance=rejection", "sampling.acceptance=rejection is not supported in this version"),
         ("sampling.min_tokens=300", "sampling.min_tokens is 300, above max_tokens 256"),
         ("sampling.top_p=0", "sampling.top_p must be in (0, 1], got 0.0"),

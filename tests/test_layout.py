@@ -21,6 +21,8 @@ LEVELS = [
     {"specgen.draft"},
     {"specgen.engine"},
     {"specgen.validate", "specgen.job"},
+    {"specgen.loading", "specgen.interrupts"},
+    {"specgen.record"},
     {"specgen.run", "specgen.folders", "specgen.overrides", "specgen.usage", "specgen.embedded"},
     {"specgen.compose", "specgen.launch", "specgen.resuming", "specgen.api"},
     {"specgen.cli"},

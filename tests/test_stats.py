@@ -168,7 +168,7 @@ def test_stats_hold_every_contract_field_and_the_speed_up(tmp_path: Path) -> Non
     }
     stats = build_stats([row(0, [(2, 1), (2, 2)], simulated=True)], info)
     expected = "schema requests samples errors prompt_tokens output_tokens model draft sampling chat simulated acceptance throughput step baseline"
-    assert list(stats) == [*expected.split(), "lossless", "groups", "score", "attempts", "environment"]
+    assert list(stats) == [*expected.split(), "lossless", "groups", "score", "attempts", "environment", "complete"]
     assert (stats["schema"], stats["simulated"], stats["baseline"]["speedup"]) == (1, True, 2.5)
     assert stats["acceptance"]["node_rate"] == 3 / (2 * 4)
     write_stats(tmp_path, stats)

@@ -7,7 +7,8 @@ never ends the stream; whatever is wrong with the whole input, or with the confi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from specgen.config import DataConfig, SamplingConfig
 from specgen.data.chat import Chat
 from specgen.data.identity import SeenIds
 from specgen.data.rows import Content, MetaCleaner, RowFault, read_content, row_id
-from specgen.data.sampling import params_from_config, row_params
+from specgen.data.sampling import INT32_MAX, params_from_config, row_params
 from specgen.data.sources import Row, parse_shard, read_rows
 from specgen.data.tokenizer import adds_eos, decode, encode
 from specgen.errors import ConfigError
@@ -45,7 +46,7 @@ def load_prompts(
     max_length: int | None,
     vocab_size: int,
     task: RowTask | None = None,
-) -> Iterator[Prompt]:
+) -> Generator[Prompt]:
     """Every prompt of the input, in order, streamed: memory grows with the number of ids only (``SeenIds``).
 
     A row that cannot run is yielded with ``error`` set, whatever ``data.on_error`` says: the caller stops where it should.
@@ -65,7 +66,48 @@ def load_prompts(
     return _stream(builder, shard, shards)
 
 
-def _stream(builder: _Builder, shard: int, shards: int) -> Iterator[Prompt]:
+class PromptReader:
+    """Rows given in memory, read as those of a file are. ``index`` is the number of rows read.
+
+    ``remember_ids`` false: an id may come again, and nothing grows with the number of rows.
+    """
+
+    def __init__(
+        self, data: DataConfig, sampling: SamplingConfig, tokenizer: Any, *, max_length: int, vocab_size: int, remember_ids: bool = True
+    ) -> None:
+        self.index = 0
+        self._remember = remember_ids
+        self._builder = _Builder(data, params_from_config(sampling, vocab_size), tokenizer, max_length, vocab_size, None)
+
+    def read(self, rows: Iterable[dict[str, Any]]) -> Iterator[Prompt]:
+        """One Prompt a row, with ``error`` set where it cannot run. Raises ConfigError as ``load_prompts`` does."""
+        for fields in rows:
+            if not self._remember:
+                self._builder.seen = SeenIds()
+            row = Row(self.index, f"prompt {self.index}", fields)
+            self.index += 1
+            prompt = self._builder.build(row, mine=True)
+            assert prompt is not None
+            yield prompt
+
+
+def check_first_row(data: DataConfig, sampling: SamplingConfig, tokenizer: Any, task: RowTask | None, rereadable: bool) -> None:
+    """Read the first row as ``load_prompts`` will and forget it, so that an unusable input or key is raised before a model is loaded.
+
+    Nothing is read where reading would use the input up (``rereadable`` false) or needs the model's vocabulary (random rows).
+    """
+    if not rereadable or data.source == "random":
+        return
+    vocab_size = INT32_MAX if tokenizer is None else len(tokenizer)
+    silenced, log.disabled = log.disabled, True  # the job says the same again
+    try:
+        with closing(load_prompts(data, sampling, tokenizer, max_length=None, vocab_size=vocab_size, task=task)) as prompts:
+            next(prompts, None)
+    finally:
+        log.disabled = silenced
+
+
+def _stream(builder: _Builder, shard: int, shards: int) -> Generator[Prompt]:
     try:
         for row in read_rows(builder.data, builder.vocab_size):
             prompt = builder.build(row, mine=row.index % shards == shard)
@@ -153,8 +195,9 @@ class _Builder:
             prompt.meta = self.meta.clean(left)
             category = prompt.meta.get("category")
             prompt.category = category if isinstance(category, str) else None
-            if content is not None and content.form == "prompt":
-                prompt.text = content.value
+            if content is not None:
+                prompt.form = content.form
+                prompt.text = content.value if content.form == "prompt" else ""
         if self.task is not None and self.task.stop and not prompt.sampling.stop and content.form == "prompt" and not self.data.as_chat:
             prompt.sampling = replace(prompt.sampling, stop=self.task.stop)
             self._once("task stop", "sampling: raw prompts stop at the task's strings, %s", list(self.task.stop))

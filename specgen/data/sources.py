@@ -10,6 +10,7 @@ import csv
 import json
 import logging
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -324,6 +325,8 @@ def _hub_fingerprint(data: DataConfig) -> dict[str, Any]:
     if data.path and folder.is_dir():
         found = [files.fingerprint(path) for path in sorted(p for p in folder.rglob("*") if p.is_file())]
         return entry | {"files": found, "rereadable": True}
+    if data.revision is not None and re.fullmatch(r"[0-9a-f]{40}", data.revision):
+        return entry | {"revision": data.revision, "rereadable": True}
     try:
         from huggingface_hub import HfApi
 

@@ -9,6 +9,7 @@ L + lead + (d-1) * topk + k, at position L + lead + d - 1, and depth-S nodes are
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from specgen.draft import tree
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, SamplingRows, StepRows
 from specgen.kernels import ops
+from specgen.models.decoder import Tail
 from specgen.types import Draft, Layout
 
 if TYPE_CHECKING:
@@ -46,8 +48,8 @@ class Head(Protocol):
     def start(self, features: Tensor) -> Tensor:
         """Project gathered target features [n, .] to what ``forward`` takes as its feed [n, feed_size]."""
 
-    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor | None]:
-        """One pass over T tokens: (states for ``logits`` [T, H], states to feed back [T, feed_size] or None)."""
+    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool, tail: Tail | None = None) -> tuple[Tensor, Tensor | None]:
+        """One pass over T tokens: (states for ``logits`` [T, H], states to feed back [T, feed_size] or None); with ``tail`` of one token a row."""
 
     def logits(self, states: Tensor) -> Tensor:
         """[n, H] -> [n, Vd]."""
@@ -84,6 +86,7 @@ class AutoregressiveDrafter(Drafter):
         self.offsets = torch.arange(self.num_steps * self.topk, dtype=torch.int32, device=device)
         rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self.row_starts = {width: rows * width for width in range(2, self.num_steps + 2)}
+        self.pair = torch.arange(2, dtype=torch.int32, device=device)
         self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
 
     def close(self) -> None:
@@ -136,18 +139,15 @@ class AutoregressiveDrafter(Drafter):
     def _best(self, states: Tensor, s: SamplingRows, depth: int) -> Tensor:
         """The best token after each state, [n] int32; ``depth`` moves the noise position."""
         t = s.t + depth if "sampled" in s.features and depth else s.t
-        return ops.draft_argmax(self._logits(states, s), s.temperature, s.keys, t, self.head.id_map, s.features)
+        return ops.draft_argmax(self._logits(states, s, depth), s.temperature, s.keys, t, self.head.id_map, s.features)
 
     def _children(self, states: Tensor, s: SamplingRows, depth: int) -> tuple[Tensor, Tensor]:
         """The topk best tokens after each state and their log-probabilities."""
         t = s.t + depth if "sampled" in s.features and depth else s.t
-        return ops.draft_topk(self._logits(states, s), self.topk, s.temperature, s.keys, t, self.head.id_map, s.features)
+        return ops.draft_topk(self._logits(states, s, depth), self.topk, s.temperature, s.keys, t, self.head.id_map, s.features)
 
-    def _logits(self, states: Tensor, sampling: SamplingRows) -> Tensor:
-        logits = self.head.logits(states)
-        if self.head.id_map is None and logits.shape[1] > sampling.vocab_limit:
-            logits = logits[:, : sampling.vocab_limit]  # f never draws these ids, so drafting them would only be rejected
-        return logits
+    def _logits(self, states: Tensor, sampling: SamplingRows, depth: int) -> Tensor:
+        return sampling.mask_draft(self.head.logits(states), depth, self.head.id_map)
 
     # -- following ------------------------------------------------------------------------------------------------------------------------
 
@@ -179,6 +179,11 @@ class AutoregressiveDrafter(Drafter):
         self._keep(final.slots, states, feed, final.sampling)
 
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
+        states, feed = self._extend_tokens(rows, accepted) if self.lead and self.topk == 1 else self._extend_pairs(rows, accepted)
+        self._keep(rows.slots, states, feed, accepted.sampling)
+
+    def _extend_pairs(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
+        """Write the drafter's KV of the whole accepted path, S + 1 padded rows; only each row's last token goes on beyond its K and V."""
         head = self.head
         batch, width = accepted.tokens.shape
         layout = rows.place(width, start_add=self.lead, count=accepted.count)
@@ -189,9 +194,17 @@ class AutoregressiveDrafter(Drafter):
             if accepted.path is not None:
                 features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
             feed_in = head.start(features[:, :width].reshape(batch * width, -1))
-        states, feed = head.forward(accepted.tokens.reshape(-1), feed_in, layout, self.pool)
         last = accepted.accepted + self.row_starts[width][:batch]
-        states = states.index_select(0, last)
-        feed = None if feed is None else feed.index_select(0, last)
-        self._keep(rows.slots, states, feed, accepted.sampling)
+        query = Layout(layout.positions, layout.slots, layout.block_table, layout.length + accepted.accepted, 1, layout.max_len)
+        return head.forward(accepted.tokens.reshape(-1), feed_in, layout, self.pool, Tail(last, query))
 
+    def _extend_tokens(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
+        """A draft model's chain: the KV of accepted drafts is what ``propose`` wrote, but for the deepest, which was never forwarded. So two
+        tokens a row do:
+        the last accepted draft (or the root) again, and the bonus token."""
+        batch = rows.size
+        run = torch.cat([rows.root[:, None], accepted.tokens], 1)
+        ids = run.gather(1, (accepted.accepted[:, None] + self.pair).long())
+        layout = replace(rows, length=rows.length + accepted.accepted).place(2)
+        tail = Tail(self.row_starts[2][:batch] + 1, Layout(layout.positions, layout.slots, layout.block_table, layout.length + 1, 1, layout.max_len))
+        return self.head.forward(ids.reshape(-1), None, layout, self.pool, tail)

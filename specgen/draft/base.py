@@ -6,12 +6,13 @@ acceptance rules or the host. Every method runs between launch and retire: no ho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from specgen.kernels import ops
+from specgen.kernels.reference_sampling import LawTables, spread
 from specgen.types import Draft, Layout
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ class SamplingRows:
 
     temperature, top_p, min_p [B] float32; top_k [B] int32; keys [B, 2] int32 (bit patterns of the Philox key); t [B] int32: the noise position of the
     token after the root. ``features`` names what any row needs: ``sampled`` (some temperature above 0), ``filters`` (top-k, top-p or min-p).
-    vocab_limit: ids at or above it are never drawn.
+    vocab_limit: ids at or above it are never drawn. slots [B] int64: the rows' lines in the tables of the law. ``law``: those tables, or None
+    where no row
+    changes its logits; ``masks``: what a drafter applies of them, bias and hard masks. out_len [B] int32: output tokens up to and with the root,
+    given
+    when some row has ``min_tokens``.
     """
 
     temperature: Tensor
@@ -35,6 +40,30 @@ class SamplingRows:
     t: Tensor
     features: frozenset[str]
     vocab_limit: int
+    slots: Tensor | None = None
+    law: LawTables | None = None
+    masks: LawTables | None = None
+    out_len: Tensor | None = None
+
+    def moved(self, by: Tensor) -> SamplingRows:
+        """The same rows, ``by`` [B] int32 output tokens later."""
+        return replace(self, t=self.t + by, out_len=None if self.out_len is None else self.out_len + by)
+
+    def mask_draft(self, logits: Tensor, depth: int, id_map: Tensor | None) -> Tensor:
+        """A drafter's logits [n, Vd] after the root's descendants at ``depth``, as the law's bias and hard masks leave them.
+
+        Each of the B rows has n / B lines in a row. ``id_map`` [Vd]: target ids of the columns, or None. Ids that f never draws are cut off or
+        masked, so
+        that drafts are not spent on them. The lines may be changed in place.
+        """
+        if id_map is None and logits.shape[1] > self.vocab_limit:
+            logits = logits[:, : self.vocab_limit]
+        if self.masks is None:
+            return logits
+        assert self.slots is not None
+        rows = logits.shape[0]
+        out_len = None if self.out_len is None else spread(self.out_len, rows) + depth
+        return ops.adjust_logits(logits, spread(self.slots, rows), self.masks, None, out_len, self.vocab_limit, ids=id_map)
 
 
 @dataclass
@@ -107,11 +136,13 @@ class Drafter:
 
     ``lead``: how far the drafter's committed KV runs ahead of the target's. ``kv_layers``: layers it needs in a pool. ``aux_layers`` and
     ``prenorm``: the
-    target states it reads. ``max_steps``: None, or the longest draft it can make.
+    target states it reads. ``max_steps``: None, or the longest draft it can make. ``tail``: how many prompt positions before the last have drafter KV
+    that depends on tokens sampled later (they are in no page shared between samples).
     """
 
     method = "none"
     lead = 0
+    tail = 0
     aux_layers: tuple[int, ...] = ()
     prenorm = False
 
@@ -133,6 +164,11 @@ class Drafter:
 
     def prefill(self, rows: PrefillRows) -> None:
         """Follow a prefill chunk: write the drafter's KV, and for final rows keep the depth-1 candidates."""
+
+    def share(self, source: int, target: int, length: int) -> None:
+        """Row ``target`` takes over the first ``length`` prompt tokens of row ``source``, with the pages that hold their KV, and will prefill the
+        rest.
+        Copy what state per slot those tokens left."""
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft | None:
         """Propose up to ``num_steps`` tokens after each root; None means a draft of length zero."""

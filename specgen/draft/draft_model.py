@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specgen.errors import CheckpointError
 from specgen.models.attention import KvPool
+from specgen.models.decoder import Tail
 from specgen.models.target import Hidden, Target
 from specgen.types import Layout
 
@@ -39,10 +40,11 @@ class DraftModelHead:
     def start(self, features: Tensor) -> Tensor:
         return features
 
-    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, None]:
+    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool, tail: Tail | None = None) -> tuple[Tensor, None]:
         if self.last_id is not None:
             ids = ids.clamp(max=self.last_id)
-        return self.model.forward(ids, layout, pool).last, None
+        states = self.model.forward(ids, layout, pool).last
+        return states if tail is None else states.index_select(0, tail.index), None
 
     def logits(self, states: Tensor) -> Tensor:
         return self.model.logits(states)

@@ -23,7 +23,7 @@ from specgen.draft.checkpoints import aux_layers, check_kind, check_width, need,
 from specgen.errors import CheckpointError
 from specgen.kernels import ops
 from specgen.models.attention import KvPool, kv_bytes_per_token
-from specgen.models.decoder import DecoderLayer, LayerSpec, build_layer, run_layer
+from specgen.models.decoder import DecoderLayer, LayerSpec, Tail, build_layer, run_layer
 from specgen.models.loader import read_tensors
 from specgen.models.rope import config_rope_table
 from specgen.models.target import Hidden, Target
@@ -167,7 +167,7 @@ class EagleHead(LayeredHead):
     def start(self, features: Tensor) -> Tensor:
         return features
 
-    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool, tail: Tail | None = None) -> tuple[Tensor, Tensor]:
         assert feed is not None
         pair, _ = ops.pair_input(ids, self.table, feed, None, None, 0.0)
         x = ops.linear(pair, self.fc, self.fc_bias)
@@ -176,7 +176,8 @@ class EagleHead(LayeredHead):
                 normed, residual = x, x.clone()
             else:
                 normed, residual = ops.add_rms_norm(x, None, layer.attn_norm, layer.spec.eps)
-            out, residual = run_layer(layer, normed, residual, layout, *pool.layer(index), pool.page_size)
+            last = tail if index + 1 == len(self.layers) else None
+            out, residual = run_layer(layer, normed, residual, layout, *pool.layer(index), pool.page_size, tail=last)
             x = out + residual
         return x, x
 
@@ -254,14 +255,14 @@ class Eagle3Head(LayeredHead):
             features = torch.cat([ops.rms_norm(x.contiguous(), w, self.eps) for x, w in zip(parts, self.fc_norms, strict=True)], 1)
         return ops.linear(features, self.fc)
 
-    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool, tail: Tail | None = None) -> tuple[Tensor, Tensor]:
         assert feed is not None
         layer = self.layers[0]
         assert layer.attn_norm is not None
         start = "normed" if self.norm_before_residual else "plain"
         x, residual = ops.pair_input(ids, self.table, feed, layer.attn_norm, self.hidden_norm, self.eps, residual=start)
         assert residual is not None
-        out, residual = run_layer(layer, x, residual, layout, *pool.layer(0), pool.page_size)
+        out, residual = run_layer(layer, x, residual, layout, *pool.layer(0), pool.page_size, tail=tail)
         states, stream = ops.add_rms_norm(out, residual, self.norm, self.eps)
         return states, states if self.feed_normed else stream
 

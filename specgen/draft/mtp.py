@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from specgen.draft.checkpoints import need
@@ -20,7 +19,7 @@ from specgen.draft.eagle import LayeredHead
 from specgen.errors import CheckpointError
 from specgen.kernels import ops
 from specgen.models.attention import KvPool
-from specgen.models.decoder import build_layer, input_norm, run_layer
+from specgen.models.decoder import Tail, build_layer, input_norm, run_layer
 from specgen.models.fuse import NotFusable, plan_for
 from specgen.models.loader import read_tensors
 from specgen.models.rope import config_rope_table
@@ -70,12 +69,12 @@ class MtpHead(LayeredHead):
     def start(self, features: Tensor) -> Tensor:
         return features
 
-    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool) -> tuple[Tensor, Tensor]:
+    def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool, tail: Tail | None = None) -> tuple[Tensor, Tensor]:
         assert feed is not None
         pair, _ = ops.pair_input(ids, self.table, feed, self.enorm, self.hnorm, self.eps, self.plus_one, feed_first=self.mimo)
         x = ops.linear(pair, self.proj)
         normed, residual = input_norm(self.layers[0], x, None)
-        out, residual = run_layer(self.layers[0], normed, residual, layout, *pool.layer(0), pool.page_size)
+        out, residual = run_layer(self.layers[0], normed, residual, layout, *pool.layer(0), pool.page_size, tail=tail)
         states, stream = ops.add_rms_norm(out, residual, self.norm, self.eps, self.plus_one)
         return states, states if self.mimo else stream
 

@@ -52,6 +52,9 @@ class NgramDrafter(Drafter):
         if rows.rows is not None:
             self._write(rows.rows.slots, rows.rows.length.long(), rows.rows.root)
 
+    def share(self, source: int, target: int, length: int) -> None:
+        self.history[target, :length] = self.history[source, :length]
+
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
         width = accepted.tokens.shape[1]
         offsets = torch.arange(1, width + 1, device=self.device)

@@ -16,7 +16,7 @@ from typing import Any
 from specgen.config import Config
 from specgen.draft.load import FAMILY
 from specgen.embedded import export
-from specgen.run import Loaded, load, make_engine, prompts_of
+from specgen.loading import Loaded, load, make_engine, prompts_of
 from specgen.types import Request
 
 MAX_TOKENS = 128
@@ -38,7 +38,7 @@ def job(method: str, topk: int, temperature: float, seed: int = 0) -> Config:
 def run(config: Config, loaded: Loaded) -> list[Request]:
     """Every prompt of a job to its end."""
     engine = make_engine(config, loaded)
-    requests = [Request(prompt, prompt.sampling) for prompt in prompts_of(config, loaded)]
+    requests = [Request(prompt, prompt.sampling) for prompt in prompts_of(config, config.data, loaded)]
     engine.run(requests)
     engine.close()
     return requests

@@ -6,18 +6,21 @@ decode path creates no list, array or tensor.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+MAX_SLICES = 512  # views a buffer keeps
 
 
 class CpuGpuBuffer:
     """A pinned CPU tensor, a NumPy view sharing its memory, and a device tensor of the same shape.
 
-    ``cpu`` and ``np`` are one memory; ``gpu`` is the device side. On a CPU device all three are one tensor and copies do nothing.
-    After ``copy_to_gpu`` the host must not rewrite the slice until it has landed: ``wait()`` (or ``writable()``) blocks on the event of the last
-    copy.
+    ``cpu``, ``np`` and ``mem`` are one memory (``mem`` is its memoryview: the quickest way to write single numbers in a loop); ``gpu`` is the device
+    side. On a CPU device all are one memory and copies do nothing.
+    After ``copy_to_gpu`` the host must not rewrite the slice until it has landed: ``wait()`` (or ``BufferRing.take``) blocks on the event of the
+    last copy.
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -26,33 +29,38 @@ class CpuGpuBuffer:
         cuda = device.type == "cuda"
         self.cpu: Tensor = torch.zeros(shape, dtype=dtype, pin_memory=cuda)
         self.np: Any = self.cpu.numpy()
+        self.mem = memoryview(cast(Any, self.np))
         self.gpu: Tensor = torch.zeros(shape, dtype=dtype, device=device) if cuda else self.cpu
         self._event = torch.cuda.Event() if cuda else None
+        self._slices: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _first(self, n: int) -> tuple[Tensor, Tensor]:
+        """The first ``n`` entries, (host, device). Kept for later calls while they are few: making the two views takes as long as the copy."""
+        found = self._slices.get(n)
+        if found is None:
+            found = self.cpu[:n], self.gpu[:n]
+            if len(self._slices) < MAX_SLICES:
+                self._slices[n] = found
+        return found
 
     def copy_to_gpu(self, n: int | None = None) -> Tensor:
         """Enqueue the copy of the first ``n`` entries (all when None) and return that device slice."""
-        if self._event is None:
-            return self.gpu if n is None else self.gpu[:n]
-        if n is None:
-            self.gpu.copy_(self.cpu, non_blocking=True)
-        else:
-            self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
-        self._event.record()
-        return self.gpu if n is None else self.gpu[:n]
+        host, device = (self.cpu, self.gpu) if n is None else self._first(n)
+        if self._event is not None:
+            device.copy_(host, non_blocking=True)
+            self._event.record()
+        return device
 
     def copy_to_cpu(self, n: int | None = None) -> None:
         """Enqueue the copy of the first ``n`` device entries to the host; read ``np`` only after ``wait()``."""
-        if self._event is None:
-            return
-        if n is None:
-            self.cpu.copy_(self.gpu, non_blocking=True)
-        else:
-            self.cpu[:n].copy_(self.gpu[:n], non_blocking=True)
-        self._event.record()
+        if self._event is not None:
+            host, device = (self.cpu, self.gpu) if n is None else self._first(n)
+            host.copy_(device, non_blocking=True)
+            self._event.record()
 
     def fetch(self, source: Tensor, n: int) -> None:
         """Enqueue the copy of the first ``n`` entries of a device tensor of this shape to the host side."""
-        self.cpu[:n].copy_(source[:n], non_blocking=True)
+        self._first(n)[0].copy_(source[:n], non_blocking=True)
         self.mark()
 
     def mark(self) -> None:

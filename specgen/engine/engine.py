@@ -18,22 +18,24 @@ import torch
 from torch import Tensor
 
 from specgen.config import DraftConfig, EngineConfig
-from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, SamplingRows, StepRows
+from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.tree import draft_depth
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
+from specgen.engine.law import MIN_TOKENS, LawState
 from specgen.engine.memory import PageTable, spec_reserve
 from specgen.engine.rows import DeviceRows
-from specgen.engine.sampling import draw, features_of, first_sampling, moved
+from specgen.engine.sampling import adjust, draw, features_of, first_sampling, logprobs, step_sampling
 from specgen.engine.scheduler import Batch, Chunk, Scheduler
 from specgen.engine.simulate import Simulation, impose_path
 from specgen.engine.text import OutputText
-from specgen.errors import CapacityError
+from specgen.errors import CapacityError, ConfigError
 from specgen.kernels import ops
 from specgen.kernels.reference_step import RESULT_COLUMNS, kept_and_finish
 from specgen.models.target import Target
 from specgen.types import Draft, Layout, Request
 
+MOVES = frozenset({"sampled", MIN_TOKENS})  # features that look at a row's output length
 DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
 CPU_KV_BYTES = 1 << 30
 
@@ -46,6 +48,8 @@ class InFlight:
     finals: list[tuple[Request, int]]
     decode_result: CpuGpuBuffer | None
     prefill_result: CpuGpuBuffer | None
+    decode_logprobs: CpuGpuBuffer | None = None
+    prefill_logprobs: CpuGpuBuffer | None = None
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Engine:
         tokenizer: Any | None = None,
         skip_special_tokens: bool = True,
         vocab_limit: int | None = None,
+        logprobs: int | None = None,
     ) -> None:
         self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
         self.device = target.device
@@ -80,6 +85,11 @@ class Engine:
         self.vocab_limit = min(vocab_limit or target.vocab_size, target.vocab_size)
         self.max_length = target.max_length
         self.features: frozenset[str] = frozenset()
+        if logprobs is not None and logprobs > self.vocab_limit:
+            raise ConfigError(f"sampling.logprobs={logprobs} is more than the {self.vocab_limit} ids the model can write")
+        self.top = logprobs
+        if engine.deterministic:
+            target.make_deterministic()
         max_batch = engine.max_batch or DEFAULT_MAX_BATCH.get(self.device.type, 32)
         self.reserve = spec_reserve(
             [self.num_steps], self.topk, [drafter.num_draft_tokens], [drafter.slots(self.num_steps)], drafter.lead, self.overlap
@@ -88,6 +98,7 @@ class Engine:
         num_pages = self._plan_pages(max_batch, page)
         self.pages = PageTable(max_batch + 1, self.max_length + self.reserve, num_pages, page, self.device)
         self.rows = DeviceRows(max_batch + 1, self.device)
+        self.law = LawState(max_batch + 1, target.vocab_size, self.max_length, self.device)
         self.pool: Any = target.make_pool(num_pages, page)
         drafter.bind(max_batch + 1, num_pages, page, max_batch)
         self.text = OutputText(tokenizer, skip_special_tokens)
@@ -101,6 +112,9 @@ class Engine:
             max_length=self.max_length,
             eos_ids=target.eos_ids,
             device=self.device,
+            law=self.law,
+            vocab_limit=self.vocab_limit,
+            drafter=drafter,
         )
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
@@ -113,6 +127,12 @@ class Engine:
         mean = draft.simulate_acceptance_length
         self.simulation = Simulation(mean, max_batch + 1, self.device) if mean is not None and self.num_steps else None
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
+        self._first_logprobs = self._logprobs = self._logprob_ring = None
+        if logprobs is not None:
+            shape = (max_batch, self.num_steps + 1, 1 + 2 * logprobs)
+            self._logprobs = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self._logprob_ring = BufferRing(self.overlap + 2, *shape, dtype=torch.int32, device=self.device)
+            self._first_logprobs = BufferRing(self.overlap + 2, max_batch, 1, shape[2], dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
         self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._nodes = torch.arange(drafter.num_draft_tokens, dtype=torch.int32, device=self.device)
@@ -140,9 +160,11 @@ class Engine:
     # -- the public verbs -----------------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.features |= features_of(request.sampling)
+        """Queue a request. One that cannot run at all comes back, ended, from the next ``step``."""
         self.scheduler.add(request)
+        if not request.done:
+            self.law.require(request.sampling, self.scheduler.stop_ids(request))
+            self.features |= features_of(request.sampling) | self.law.features
 
     def step(self) -> list[Request]:
         """Launch one step and retire the one ``overlap`` before it; returns the requests that ended."""
@@ -199,11 +221,9 @@ class Engine:
             buffer = self._results.take()
             self._launch_decode(batch)
             n = len(batch.decode)
-            if buffer.gpu is not buffer.cpu:
-                buffer.fetch(self._result, n)
-            else:
-                buffer.np[:n] = self._result[:n].numpy()
-            flight.decode_result = buffer
+            flight.decode_result = _fetched(buffer, self._result, n)
+            if self._logprobs is not None and self._logprob_ring is not None:
+                flight.decode_logprobs = _fetched(self._logprob_ring.take(), self._logprobs, n)
         if batch.chunks:
             self._launch_prefill(batch.chunks, flight)
         return flight
@@ -234,24 +254,27 @@ class Engine:
             max_len=max_len,
             page_size=self.config.page_size,
             last_position=self.max_length - 1,
-            sampling=SamplingRows(floats[0], ints[4], floats[1], floats[2], keys, ints[3], self.features, self.vocab_limit),
+            sampling=step_sampling(self.rows, self.law, slots, ints, keys, floats, self.features, self.vocab_limit),
         )
 
     def decode(self, slots: Tensor, num_steps: int, max_len: int, result: Tensor) -> None:
         """Propose, verify, accept, commit, observe for ``slots`` [B] int64; results go to ``result`` [>= B, 6 + S + 1] int32."""
         rows = self._step_rows(slots, max_len)
         draft = self.drafter.propose(rows, num_steps) if num_steps else None
-        hidden, y = self._verify(rows, draft)
+        hidden, logits, y = self._verify(rows, draft)
         tokens, accepted, count, path = self._commit(rows, draft, y, result)
+        self.law.count(rows.slots, tokens, count)
+        if self._logprobs is not None and self.top is not None:
+            self._logprobs[: tokens.shape[0], : tokens.shape[1]] = logprobs(logits, tokens, path, rows.sampling, self.top)
         if draft is None:
             return
         if path is not None:
             ops.compact_kv(self.pool.k, self.pool.v, rows.block_table, rows.length, path, accepted, rows.page_size)
-        sampling = moved(rows.sampling, accepted + 1) if "sampled" in self.features else rows.sampling
+        sampling = rows.sampling.moved(accepted + 1) if self.features & MOVES else rows.sampling
         self.drafter.observe(rows, AcceptedRows(tokens, path, accepted, count, hidden, draft.token_ids.shape[1] + 1, sampling))
 
-    def _verify(self, rows: StepRows, draft: Draft | None) -> tuple[Any, Tensor]:
-        """The target over root and drafts: (hidden states of B x D nodes, y [B, D])."""
+    def _verify(self, rows: StepRows, draft: Draft | None) -> tuple[Any, Tensor, Tensor]:
+        """The target over root and drafts: (hidden states of B x D nodes, their logits after steps 1 to 3 of f, y [B, D])."""
         tokens = rows.root[:, None] if draft is None else torch.cat([rows.root[:, None], draft.token_ids], 1)
         nodes = tokens.shape[1]
         depth = self._depths[:nodes] if draft is None or draft.depth is None else draft.depth
@@ -260,7 +283,8 @@ class Engine:
         else:
             layout = rows.place(nodes, depth=draft.depth, path=draft.path)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
-        return hidden, draw(self.target.logits(hidden.last), rows.sampling, depth)
+        logits = adjust(self.target.logits(hidden.last), rows.sampling, depth, draft)
+        return hidden, logits, draw(logits, rows.sampling, depth)
 
     def _commit(self, rows: StepRows, draft: Draft | None, y: Tensor, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Accept, trim, advance the rows that go on and let the others die, on the device (``kernels.reference_step.finish_step``)."""
@@ -295,26 +319,28 @@ class Engine:
         hidden = self.target.forward(staged.ids, layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
         next_ids, rows = staged.next_ids, None
         if finals:
-            next_ids, rows, result = self._first_tokens(staged, hidden)
+            next_ids, rows, result, packed = self._first_tokens(staged, hidden)
             flight.finals = [(c.request, c.epoch) for _, c in finals]
-            buffer = self._first_results.take()
-            buffer.gpu[: len(finals)].copy_(result)
-            buffer.copy_to_cpu(len(finals))
-            flight.prefill_result = buffer
+            flight.prefill_result = _fetched(self._first_results.take(), result, len(finals))
+            if packed is not None and self._first_logprobs is not None:
+                flight.prefill_logprobs = _fetched(self._first_logprobs.take(), packed, len(finals))
         self.drafter.prefill(PrefillRows(staged.ids, next_ids, layout, hidden, staged.row_slots, staged.final_last if finals else None, rows))
 
-    def _first_tokens(self, staged: StagedPrefill, hidden: Any) -> tuple[Tensor, StepRows, Tensor]:
-        """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2])."""
+    def _first_tokens(self, staged: StagedPrefill, hidden: Any) -> tuple[Tensor, StepRows, Tensor, Tensor | None]:
+        """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2], log-probabilities)."""
         logits = self.target.logits(hidden.last.index_select(0, staged.final_last))
         slots = staged.final_slots
         ints = self.rows.ints.index_select(0, slots)
-        sampling = first_sampling(ints, self.rows.floats.index_select(0, slots), self.features, self.vocab_limit)
+        sampling = first_sampling(self.law, slots, ints, self.rows.floats.index_select(0, slots), self.features, self.vocab_limit)
+        logits = adjust(logits, sampling, self._depths[:1], None)
         sampled = draw(logits, sampling, self._depths[:1])
         # A resumed row samples nothing: its backup, the last token it had, is its root.
         root, count = ops.next_token_ids_padded(sampled, staged.discard, staged.backup, self.vocab_limit)
         fresh = ~staged.discard
         length = staged.final_lengths
         _, finish = kept_and_finish(sampled, torch.zeros_like(root), fresh, ints[:, 3], ints[:, 4], length - 1, self.max_length, ints[:, 9:])
+        self.law.count(slots, sampled, fresh)
+        packed = None if self.top is None else logprobs(logits, sampled, None, sampling, self.top)
         output_len = torch.where(fresh, 1, staged.output_lens)
         new = ints.clone()
         new[:, 0] = finish == 0
@@ -331,9 +357,9 @@ class Engine:
             max_len=staged.max_len + 1,
             page_size=self.config.page_size,
             last_position=self.max_length - 1,
-            sampling=moved(sampling, output_len),
+            sampling=sampling.moved(output_len),
         )
-        return next_ids, rows, torch.stack([root * (count > 0) - (count == 0).int(), finish], 1)
+        return next_ids, rows, torch.stack([root * (count > 0) - (count == 0).int(), finish], 1), packed
 
     # -- retire: the host -----------------------------------------------------------------------------------------------------------------
 
@@ -341,12 +367,31 @@ class Engine:
         """Read a step's results, one step late when overlapped, and settle its rows."""
         done: list[Request] = []
         if flight.decode_result is not None:
+            n = len(flight.batch.decode)
             flight.decode_result.wait()
-            done += self.scheduler.retire_decode(flight.batch.decode, flight.decode_result.np[: len(flight.batch.decode)])
+            done += self.scheduler.retire_decode(flight.batch.decode, flight.decode_result.np[:n], _read(flight.decode_logprobs, n))
         if flight.prefill_result is not None:
+            n = len(flight.finals)
             flight.prefill_result.wait()
-            done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[: len(flight.finals)])
+            done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], _read(flight.prefill_logprobs, n))
         return done
+
+
+def _fetched(buffer: CpuGpuBuffer, source: Tensor, n: int) -> CpuGpuBuffer:
+    """Enqueue the copy of the first ``n`` lines of ``source`` to a result buffer."""
+    if buffer.gpu is not buffer.cpu:
+        buffer.fetch(source, n)
+    else:
+        buffer.np[:n] = source[:n].numpy()
+    return buffer
+
+
+def _read(buffer: CpuGpuBuffer | None, n: int) -> np.ndarray | None:
+    """The first ``n`` lines of a result buffer once they have landed."""
+    if buffer is None:
+        return None
+    buffer.wait()
+    return buffer.np[:n]
 
 
 @dataclass

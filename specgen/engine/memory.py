@@ -31,6 +31,13 @@ def spec_reserve(num_steps: Sequence[int], topk: int, draft_tokens: Sequence[int
     return (overlap + 1) * worst + lead
 
 
+def raise_watermarks(requests: Sequence[Request], lengths: np.ndarray) -> None:
+    """Raise each request's ``kv_allocated_len`` to its entry of ``lengths`` [n]: one read of them all, never lower than before."""
+    for request, length in zip(requests, lengths.tolist(), strict=True):
+        if length > request.kv_allocated_len:
+            request.kv_allocated_len = length
+
+
 class PageTable:
     """The pages of ``rows`` slots (slot 0 included), host truth in ``table`` and its device copy.
 
@@ -44,15 +51,20 @@ class PageTable:
         self._mirror = CpuGpuBuffer(rows, self.width, dtype=torch.int32, device=device)
         self.table = self._mirror.np
         self.device_table = self._mirror.gpu
+        self._flat = self.table.reshape(-1)
         self.refcount = np.zeros(num_pages, np.int32)
         self.allocated = np.zeros(rows, np.int64)
-        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # a stack; page 1 is handed out first
+        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int64)  # a stack; page 1 is handed out first
         self._num_free = num_pages - 1
-        self._cuda = device.type == "cuda"
-        self._updates = BufferRing(ring, 2, rows * max(1, self.width), dtype=torch.int64, device=device) if self._cuda else None
-        self._dirty: list[int] = []
-        self._want = np.zeros(rows, np.int64)
-        self._owned = np.zeros(rows, np.int64)
+        self._raised: list[Request] | None = None  # whose watermarks stand at their rows' capacity
+        # Scratch of one allocation, so that a decode step creates no array.
+        self._have, self._want, self._grows, self._index, self._pages = np.zeros((5, rows), np.int64)
+        self._page_ids = np.zeros(rows, np.int32)
+        # Table entries written since the last upload, and the ring they travel in: n indices, then n values of half the size.
+        entries = rows * max(1, self.width)
+        self._written = np.zeros(entries if device.type == "cuda" else 0, np.int64)
+        self._num_written = 0
+        self._updates = BufferRing(ring, entries + (entries + 1) // 2, dtype=torch.int64, device=device) if len(self._written) else None
 
     @property
     def free_pages(self) -> int:
@@ -62,77 +74,114 @@ class PageTable:
     def alloc_for_spec_decode(self, requests: Sequence[Request], slots: np.ndarray, committed: np.ndarray, reserve: int) -> bool:
         """Raise each row's capacity to max(allocated, ceil_to_page(committed + reserve)), all rows in one call.
 
-        requests: n rows. slots [n] int32. committed [n] int64: committed lengths the host knows of. Returns False, having changed nothing, when the
-        pool cannot serve the whole batch. Only after the table is written are the new lengths read, once, and each watermark raised.
+        requests: n rows. slots [n] int64. committed [n] int64: committed lengths the host knows of. Returns False, having changed nothing, when the
+        pool cannot serve the whole batch. Only after the table is written are the new lengths read, once, and each watermark raised. A batch that
+        was the last to be raised, and whose rows still have room, is left as it is.
         """
         n = len(slots)
+        have, want = self._have[:n], self._want[:n]
+        self.allocated.take(slots, 0, have, "clip")
+        np.subtract(have, committed, out=want)
+        if n and len(requests) == n and self._raised == requests and np.minimum.reduce(want) >= reserve:
+            return True  # every row has room, and its watermark says so already
         page = self.page_size
-        want, owned = self._want[:n], self._owned[:n]
         np.add(committed, reserve + page - 1, out=want)
         np.floor_divide(want, page, out=want)
-        np.take(self.allocated, slots, out=owned)
-        np.floor_divide(owned, page, out=owned)
-        np.maximum(want, owned, out=want)
-        total = int(want.sum() - owned.sum())
+        np.multiply(want, page, out=want)
+        np.maximum(want, have, out=want)
+        total = int(np.add.reduce(want) - np.add.reduce(have)) // page
         if total > self._num_free:
             return False
         if total:
-            self._extend(slots, want, owned)
-        np.multiply(want, page, out=want)
-        self.allocated[slots] = want
-        for request, length in zip(requests, want.tolist(), strict=True):
-            request.kv_allocated_len = max(request.kv_allocated_len, length)
+            self._extend(slots, have, want, total)
+            self.allocated[slots] = want
+        raise_watermarks(requests, want)
+        if self._raised != requests:
+            self._raised = list(requests)
         return True
 
-    def _extend(self, slots: np.ndarray, want: np.ndarray, owned: np.ndarray) -> None:
-        for i in np.flatnonzero(want > owned):
-            slot, first, last = int(slots[i]), int(owned[i]), int(want[i])
-            for page_index in range(first, last):
-                self._num_free -= 1
-                page = int(self._free[self._num_free])
-                self.refcount[page] = 1
-                self._set(slot, page_index, page)
+    def _extend(self, slots: np.ndarray, have: np.ndarray, want: np.ndarray, total: int) -> None:
+        """Hand out ``total`` pages, row by row: capacities [n] in tokens go from ``have`` to ``want``."""
+        n, page = len(slots), self.page_size
+        assert np.maximum.reduce(want) <= self.width * page, "a row longer than the block table is wide"
+        grows, index = self._grows[:n], self._index[:n]
+        np.subtract(want, have, out=grows)
+        np.floor_divide(grows, page, out=grows)
+        np.floor_divide(have, page, out=have)
+        np.multiply(slots, self.width, out=index)
+        np.add(index, have, out=index)
+        if np.maximum.reduce(grows) == 1:
+            self._extend_by_one(grows, index, total)
+        else:
+            first = np.cumsum(grows) - grows
+            where = np.repeat(index - first, grows) + np.arange(total)
+            self._give(where, self._free[self._num_free - total : self._num_free][::-1], total)
 
-    def _set(self, slot: int, page_index: int, page: int) -> None:
-        self.table[slot, page_index] = page
-        if self._cuda:
-            self._dirty.append(slot * self.width + page_index)
+    def _extend_by_one(self, grows: np.ndarray, index: np.ndarray, total: int) -> None:
+        """A decode step's growth, in scratch arrays: the rows that stay as they are write 0 to entry 0, which is scratch and holds it already."""
+        n = len(grows)
+        pages = self._pages[:n]
+        np.multiply(index, grows, out=index)
+        place = self._have[:n]
+        np.cumsum(grows, out=place)
+        np.subtract(self._num_free, place, out=place)
+        self._free.take(place, 0, pages, "clip")
+        np.multiply(pages, grows, out=pages)
+        self._give(index, pages, total)
+        self.refcount[0] = 0
+
+    def _give(self, where: np.ndarray, pages: np.ndarray, total: int) -> None:
+        """Write ``pages`` to the table entries ``where`` and take ``total`` of them off the stack."""
+        ids = self._page_ids[: len(pages)] if len(pages) <= len(self._page_ids) else np.empty(len(pages), np.int32)
+        np.copyto(ids, pages, casting="unsafe")
+        self._flat[where] = ids
+        self.refcount[pages] = 1
+        self._num_free -= total
+        self._note(where)
+
+    def _note(self, where: np.ndarray) -> None:
+        """Remember entries to upload."""
+        if self._updates is None:
+            return
+        if self._num_written + len(where) > len(self._written):
+            self.upload()
+        self._written[self._num_written : self._num_written + len(where)] = where
+        self._num_written += len(where)
 
     def share(self, source: int, target: int, pages: int) -> None:
         """Let row ``target``, which owns nothing yet, hold the first ``pages`` pages of row ``source`` too; nobody writes them from then on."""
         assert self.allocated[target] == 0
-        for page_index in range(pages):
-            page = int(self.table[source, page_index])
-            self.refcount[page] += 1
-            self._set(target, page_index, page)
+        held = self.table[source, :pages]
+        self.refcount[held] += 1
+        self.table[target, :pages] = held
+        self._note(np.arange(target * self.width, target * self.width + pages))
         self.allocated[target] = pages * self.page_size
+        self._raised = None
 
     def release(self, slot: int) -> None:
         """Give back every page of a row, once, when its request ends or is preempted. The KV writers share one stream, so a freed page is safe for
         anything launched later; the device's row still names the pages, and no later step takes that slot before it is rewritten."""
-        pages = int(self.allocated[slot]) // self.page_size
-        for page_index in range(pages):
-            page = int(self.table[slot, page_index])
-            self.refcount[page] -= 1
-            if self.refcount[page] == 0:
-                self._free[self._num_free] = page
-                self._num_free += 1
-        self.table[slot, :pages] = 0
+        held = self.table[slot, : int(self.allocated[slot]) // self.page_size]
+        self.refcount[held] -= 1
+        freed = held[self.refcount[held] == 0]
+        self._free[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+        held[:] = 0
         self.allocated[slot] = 0
+        self._raised = None
 
     def upload(self) -> None:
-        """Send the entries written since the last call to the device, in stream order before the next launch."""
-        if not self._dirty or self._updates is None:
+        """Send the entries written since the last call to the device, in stream order before the next launch: one copy and one scatter."""
+        n = self._num_written
+        if not n or self._updates is None:
             return
         buffer = self._updates.take()
-        n = len(self._dirty)
-        buffer.np[0, :n] = self._dirty
-        buffer.np[1, :n] = self.table.reshape(-1)[buffer.np[0, :n]]
-        where = buffer.gpu[0, :n].copy_(buffer.cpu[0, :n], non_blocking=True)
-        value = buffer.gpu[1, :n].copy_(buffer.cpu[1, :n], non_blocking=True)
-        buffer.mark()
-        self.device_table.view(-1).index_copy_(0, where, value.int())
-        self._dirty.clear()
+        half = (n + 1) // 2
+        buffer.np[:n] = self._written[:n]
+        self._flat.take(buffer.np[:n], 0, buffer.np[n : n + half].view(np.int32)[:n], "clip")
+        sent = buffer.copy_to_gpu(n + half)
+        self.device_table.view(-1).index_copy_(0, sent[:n], sent[n:].view(torch.int32)[:n])
+        self._num_written = 0
 
     def check(self) -> None:
         """Assert the invariants of this module's docstring (tests)."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
 
+from specgen.draft.base import Drafter
 from specgen.engine.buffers import BufferRing
+from specgen.engine.law import LawState, complaint
 from specgen.engine.memory import PageTable, ceil_to_page
 from specgen.engine.rows import DeviceRows
+from specgen.engine.sampling import logprob_entries
 from specgen.engine.text import OutputText
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
 from specgen.types import Request
@@ -44,7 +48,7 @@ class Chunk:
     @property
     def known(self) -> int:
         """Tokens to prefill: the prompt, and after a preemption the output but its last token, which is the root."""
-        return len(self.request.prompt.token_ids) + max(0, len(self.request.output_ids) - 1)
+        return _known(self.request)
 
 
 @dataclass
@@ -74,14 +78,19 @@ class Scheduler:
         max_length: int,
         eos_ids: tuple[int, ...],
         device: torch.device,
+        law: LawState,
+        vocab_limit: int,
+        drafter: Drafter,
     ) -> None:
-        self.pages, self.rows, self.text = pages, rows, text
+        self.pages, self.rows, self.text, self.law, self.drafter = pages, rows, text, law, drafter
+        self.vocab_limit = vocab_limit
         self.max_batch, self.reserve, self.prefill_tokens, self.max_length = max_batch, reserve, prefill_tokens, max_length
         self.eos_ids = eos_ids
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self.prefilled_tokens = 0  # prompt tokens run through the models, over the engine's life
         self.decoded_tokens = 0  # tokens kept from decode steps, over the engine's life
         self._finished_early: list[Request] = []
         self._free_slots = list(range(max_batch, 0, -1))
@@ -107,6 +116,8 @@ class Scheduler:
             fail(request, "ContextError", f"a prompt of {prompt} tokens leaves no room to generate: 1 to {self.max_length - 1} fit model.max_length")
         elif request.sampling.stop and self.text.tokenizer is None:
             fail(request, "ConfigError", "sampling.stop needs the model's tokenizer, and there is none: give sampling.stop_token_ids instead")
+        elif (why := complaint(request.sampling, self.stop_ids(request), self.vocab_limit, self.law.vocab_size)) is not None:
+            fail(request, "ConfigError", why)
         elif need > self.pages.num_pages - 1:
             room = (self.pages.num_pages - 1) * self.pages.page_size
             fail(request, "CapacityError", f"the row may need {most + self.reserve} KV slots and the pool holds {room}: raise engine.kv_memory_gb")
@@ -131,26 +142,63 @@ class Scheduler:
         return done
 
     def _admit(self, budget: int) -> None:
-        admitted = []
+        """Move waiting requests into free slots, in order; a sample whose prompt a sibling is still prefilling is passed over until that is done."""
+        admitted: list[Request] = []
+        passed: list[Request] = []
         while self.waiting and self._free_slots and budget > 0:
             request = self.waiting[0]
-            known = len(request.prompt.token_ids) + max(0, len(request.output_ids) - 1)
-            slot = self._free_slots[-1]
-            # Leave every decoding row room for a page, or the newcomer would be preempted at once.
-            need = -(-(known + self.reserve) // self.pages.page_size) + len(self.running)
-            if need > self.pages.free_pages and (self.running or self.prefilling):
-                break
-            if not self.pages.alloc_for_spec_decode([request], np.array([slot]), np.array([known]), self.reserve):
+            known, shared = _known(request), self._shared_pages(request)
+            sibling = self._sibling(request, shared) if shared else None
+            if sibling is not None and sibling.prefill_pos < shared * self.pages.page_size:
+                passed.append(self.waiting.popleft())
+                continue
+            if not self._place(request, known, sibling, shared if sibling is not None else 0):
                 break
             self.waiting.popleft()
-            self._free_slots.pop()
-            request.slot, request.status, request.prefill_pos = slot, "prefill", 0
-            self._committed[slot] = known
+            self._committed[request.slot] = known
             self.prefilling.append(request)
             admitted.append(request)
-            budget -= known
+            budget -= known - request.prefill_pos
+        self.waiting.extendleft(reversed(passed))
         if admitted:
-            self.rows.admit(admitted, [self.stop_ids(r) for r in admitted])
+            stop_ids = [self.stop_ids(r) for r in admitted]
+            self.rows.admit(admitted, stop_ids)
+            self.law.admit(admitted, stop_ids)
+
+    def _place(self, request: Request, known: int, sibling: Request | None, shared: int) -> bool:
+        """Give a request a slot and pages, the first ``shared`` of them its sibling's; False, having changed nothing, when there is no room."""
+        slot, page = self._free_slots[-1], self.pages.page_size
+        # Leave every decoding row room for a page, or the newcomer would be preempted at once.
+        need = -(-(known + self.reserve) // page) - shared + len(self.running)
+        if need > self.pages.free_pages and (self.running or self.prefilling):
+            return False
+        if sibling is not None:
+            self.pages.share(sibling.slot, slot, shared)
+        if not self.pages.alloc_for_spec_decode([request], np.array([slot]), np.array([known]), self.reserve):
+            self.pages.release(slot)
+            return False
+        if sibling is not None:
+            self.drafter.share(sibling.slot, slot, shared * page)
+        self._free_slots.pop()
+        request.slot, request.status, request.prefill_pos = slot, "prefill", shared * page
+        return True
+
+    def _shared_pages(self, request: Request) -> int:
+        """How many pages the samples of this prompt have in common: the full ones before its last token, where a drafter's KV begins to depend on what
+        was sampled."""
+        if request.sampling.n == 1:
+            return 0
+        return max(0, len(request.prompt.token_ids) - 1 - self.drafter.tail) // self.pages.page_size
+
+    def _sibling(self, request: Request, shared: int) -> Request | None:
+        """A sample of the same prompt that holds a slot: one whose shared pages have been launched, or else one still on its way there."""
+        found = None
+        for other in chain(self.running, self.prefilling):
+            if other.prompt is request.prompt:
+                if other.status == "running" or other.prefill_pos >= shared * self.pages.page_size:
+                    return other
+                found = other
+        return found
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
         """The ids that end this row: the model's EOS ids unless ``ignore_eos``, and its own."""
@@ -167,7 +215,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
         budget = self.prefill_tokens
         if self.waiting and self._free_slots:
-            self._admit(budget - sum(len(r.prompt.token_ids) - r.prefill_pos for r in self.prefilling))
+            self._admit(budget - sum(_known(r) - r.prefill_pos for r in self.prefilling))
         if self.prefilling:
             self._plan_chunks(batch, budget)
         if self.running:
@@ -214,6 +262,7 @@ class Scheduler:
             chunk.end = min(chunk.known, chunk.start + budget)
             request.prefill_pos = chunk.end
             budget -= chunk.end - chunk.start
+            self.prefilled_tokens += chunk.end - chunk.start
             batch.chunks.append(chunk)
 
     def _preempt(self, request: Request) -> None:
@@ -232,30 +281,35 @@ class Scheduler:
 
     # -- what a step meant ----------------------------------------------------------------------------------------------------------------
 
-    def retire_prefill(self, finals: list[tuple[Request, int]], result: np.ndarray) -> list[Request]:
-        """Take the sampled first tokens. result [F, 2] int32: token (-1: logits not finite), finish code."""
+    def retire_prefill(self, finals: list[tuple[Request, int]], result: np.ndarray, logprobs: np.ndarray | None = None) -> list[Request]:
+        """Take the sampled first tokens. result [F, 2] int32: token (-1: logits not finite), finish code. logprobs [F, 1, .]: ``sampling.logprobs``."""
         done = []
-        for (request, epoch), (token, finish) in zip(finals, result.tolist(), strict=True):
+        for i, ((request, epoch), (token, finish)) in enumerate(zip(finals, result.tolist(), strict=True)):
             if request.done or request.epoch != epoch or request.output_ids:
                 continue
             if finish != NON_FINITE:
                 request.counts.prefill_sampled += 1
                 request.output_ids.append(token)
                 request.provenance.append(-1)
+                if logprobs is not None:
+                    request.logprobs += logprob_entries(logprobs[i], [token])
             if self._settle(request, 0 if finish == NON_FINITE else 1, finish):
                 done.append(request)
         return done
 
-    def retire_decode(self, decode: tuple[tuple[int, Request, int], ...], result: np.ndarray) -> list[Request]:
+    def retire_decode(self, decode: tuple[tuple[int, Request, int], ...], result: np.ndarray, logprobs: np.ndarray | None = None) -> list[Request]:
         """Account one step for each of its rows. A row that ended or was preempted since the launch is dropped."""
         done = []
-        for (slot, request, epoch), row in zip(decode, result.tolist(), strict=True):
+        for i, ((slot, request, epoch), row) in enumerate(zip(decode, result.tolist(), strict=True)):
             if request.done or request.epoch != epoch or not row[ALIVE]:
                 continue
             accepted, kept = row[ACCEPTED], row[KEPT]
             _count(request, accepted, kept, row[DRAFT_DEPTH], row[CHILD_AT_END])
-            request.output_ids.extend(row[RESULT_COLUMNS : RESULT_COLUMNS + kept])
+            tokens = row[RESULT_COLUMNS : RESULT_COLUMNS + kept]
+            request.output_ids.extend(tokens)
             request.provenance.extend(i + 1 if i < accepted else 0 for i in range(kept))
+            if logprobs is not None:
+                request.logprobs += logprob_entries(logprobs[i], tokens)
             self._committed[slot] += accepted + 1
             self.decoded_tokens += kept
             if self._settle(request, kept, row[FINISH]):
@@ -271,7 +325,7 @@ class Scheduler:
         if cut is not None:
             n, request.stop_reason = cut
             request.counts.trimmed += len(request.output_ids) - n
-            del request.output_ids[n:], request.provenance[n:]
+            del request.output_ids[n:], request.provenance[n:], request.logprobs[n:]
             request.finish_reason = "stop"
         elif finish == NON_FINITE:
             fail(request, "NonFiniteError", f"the target's logits at output position {len(request.output_ids)} are not finite")
@@ -307,6 +361,11 @@ class Scheduler:
             self._release(request)
         request.status, request.finish_reason, request.epoch = "finished", "error", request.epoch + 1
         request.error = {"type": "Aborted", "message": "the request was aborted"}
+
+
+def _known(request: Request) -> int:
+    """Tokens a request has to prefill: its prompt, and after a preemption its output but the last token, which is the root."""
+    return len(request.prompt.token_ids) + max(0, len(request.output_ids) - 1)
 
 
 def fail(request: Request, kind: str, message: str) -> None:

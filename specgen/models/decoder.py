@@ -19,6 +19,7 @@ from torch import Tensor
 from specgen.errors import CheckpointError
 from specgen.kernels import ops
 from specgen.models.attention import KvShape, attend
+from specgen.models.prefetch import WeightPrefetch
 from specgen.models.rope import RopeTable
 from specgen.types import Layout
 
@@ -137,6 +138,14 @@ class DecoderLayer:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
+@dataclass
+class Tail:
+    """One token a row of a uniform layout: ``index`` [B] int32 into its T tokens, and the layout of those tokens alone (one query a row)."""
+
+    index: Tensor
+    layout: Layout
+
+
 def fill(views: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
     """Copy ``tensors`` into ``views`` of the same names. Raises CheckpointError, naming ``where``, for a missing tensor or another shape."""
     missing = sorted(name for name in views if name not in tensors)
@@ -163,10 +172,20 @@ def input_norm(layer: DecoderLayer, x_TE: Tensor, residual_TE: Tensor | None) ->
     return ops.add_rms_norm(x_TE, residual_TE, layer.attn_norm, layer.spec.eps, layer.spec.plus_one)
 
 
-def project_qkv(layer: DecoderLayer, x_TE: Tensor, layout: Layout, k_pool: Tensor, v_pool: Tensor, deterministic: bool = False) -> Tensor:
+def project_qkv(
+    layer: DecoderLayer,
+    x_TE: Tensor,
+    layout: Layout,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    deterministic: bool = False,
+    ahead: WeightPrefetch | None = None,
+) -> Tensor:
     """QKV matmul, q/k norm, RoPE; K and V go to the pool at ``layout.slots``. x [T, attn_input] -> q [T, H, D]."""
     spec = layer.spec
     qkv = ops.linear(x_TE, layer.qkv, layer.qkv_bias, deterministic=deterministic)
+    if ahead is not None:
+        ahead.start("o", layer.o)
     return ops.rope_write_kv(
         qkv,
         layer.rope.cos,
@@ -185,14 +204,22 @@ def project_qkv(layer: DecoderLayer, x_TE: Tensor, layout: Layout, k_pool: Tenso
     )
 
 
-def finish_layer(layer: DecoderLayer, attn_THD: Tensor, residual_TE: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+def finish_layer(
+    layer: DecoderLayer, attn_THD: Tensor, residual_TE: Tensor, deterministic: bool = False, ahead: WeightPrefetch | None = None
+) -> tuple[Tensor, Tensor]:
     """Output projection, norms and MLP. attn [T, H, D], residual [T, E] -> (x, residual), the stream after the layer being their sum."""
     spec = layer.spec
     x = ops.linear(attn_THD.reshape(attn_THD.shape[0], -1), layer.o, layer.o_bias, deterministic=deterministic)
+    if ahead is not None:
+        ahead.start("gate_up", layer.gate_up)
     if layer.post_attn_norm is not None:
         x = ops.rms_norm(x, layer.post_attn_norm, spec.eps, spec.plus_one)
     x, residual = ops.add_rms_norm(x, residual_TE, layer.mlp_norm, spec.eps, spec.plus_one)
-    if spec.activation == "gelu_pytorch_tanh":
+    if ahead is not None:
+        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias)
+        ahead.start("down", layer.down)
+        x = ACTIVATIONS[spec.activation](gate_up)
+    elif spec.activation == "gelu_pytorch_tanh":
         x = ops.gelu_tanh_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic))
     else:
         x = ops.linear_silu_mul(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
@@ -211,12 +238,18 @@ def run_layer(
     v_pool: Tensor,
     page_size: int,
     deterministic: bool = False,
+    ahead: WeightPrefetch | None = None,
+    tail: Tail | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One layer on an attention input that is already normed: x [T, attn_input], residual [T, E] -> (x, residual).
 
-    ``residual`` may be overwritten. k_pool and v_pool [N, HK, D] are this layer's. ``deterministic``: batch-invariant kernels.
+    ``residual`` may be overwritten. k_pool and v_pool [N, HK, D] are this layer's. ``deterministic``: batch-invariant kernels. ``ahead``: weight
+    prefetch.
+    ``tail``: every token writes its K and V, but only one a row goes on; the results are then [B, E].
     """
     spec = layer.spec
-    q = project_qkv(layer, x_TE, layout, k_pool, v_pool, deterministic)
+    q = project_qkv(layer, x_TE, layout, k_pool, v_pool, deterministic, ahead)
+    if tail is not None:
+        q, residual_TE, layout = q.index_select(0, tail.index), residual_TE.index_select(0, tail.index), tail.layout
     attn = attend(q, k_pool, v_pool, layout, page_size, spec.scale, spec.window, spec.softcap, deterministic=deterministic)
-    return finish_layer(layer, attn, residual_TE, deterministic)
+    return finish_layer(layer, attn, residual_TE, deterministic, ahead)

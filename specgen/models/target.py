@@ -18,6 +18,7 @@ from specgen.kernels import ops
 from specgen.models.attention import KvPool, KvShape, kv_bytes_per_token
 from specgen.models.decoder import DecoderLayer, input_norm, run_layer
 from specgen.models.fuse import Plan
+from specgen.models.prefetch import WeightPrefetch, active
 from specgen.models.rope import RopeTable, config_rope_table
 from specgen.types import Layout
 
@@ -118,6 +119,7 @@ class FusedTarget(Target):
         self._head = self._embed if config.tie_word_embeddings else torch.empty_like(self._embed)
         self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
         self.layers = [DecoderLayer.empty(spec, self.ropes[kind], device, dtype) for spec, kind in zip(plan.layers, plan.rope_types, strict=True)]
+        self._prefetch = WeightPrefetch(device) if device.type == "cuda" else None
         # The scale is rounded to the model's dtype, as the checkpoint was trained.
         self._scale = None if plan.embed_scale is None else float(torch.tensor(plan.embed_scale, dtype=dtype))
 
@@ -160,10 +162,16 @@ class FusedTarget(Target):
                     aux[:, place * width : (place + 1) * width].copy_(stream)
 
         x, residual = self.embed(ids), None
+        ahead = None if self.deterministic else active(self._prefetch, ids.shape[0])
         for index, layer in enumerate(self.layers):
             normed, stream = input_norm(layer, x, residual)
             keep(index, stream)
-            x, residual = run_layer(layer, normed, stream, layout, *pool.layer(index), pool.page_size, self.deterministic)
+            x, residual = run_layer(layer, normed, stream, layout, *pool.layer(index), pool.page_size, self.deterministic, ahead)
+            if ahead is not None:
+                following = self.layers[index + 1] if index + 1 < self.num_layers else None
+                ahead.start("qkv" if following else "head", following.qkv if following else self._head)
+        if ahead is not None:
+            ahead.join(self.device)
         first = self.plan.layers[0]
         last, stream = ops.add_rms_norm(x, residual, self.norm, first.eps, first.plus_one)
         keep(self.num_layers, stream)

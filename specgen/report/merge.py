@@ -6,7 +6,7 @@ Boundary: reads finished run folders and writes a new one. Generates and scores 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ class Merged:
     missing_shards: list[str]
 
 
-def merge_runs(dirs: Sequence[Path], out: Path) -> Merged:
+Scores = Callable[[dict[str, Any]], dict[str, Any]]  # configuration of the runs -> ``score`` and ``group_scores`` of the joined rows
+
+
+def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: {}) -> Merged:
     """Join finished runs of one configuration (``data.shard`` and keys that do not decide the rows apart) into ``out``, rows by (index, sample).
 
-    Timings (``throughput``, ``step``, ``baseline``) and ``score`` are null in the merged stats: they belong to the single runs, whose starts are
-    listed under ``attempts`` with their folder. Raises ConfigError for runs of different configurations, DataError for a row that two runs
-    hold, a run that has not ended, or an ``out`` that holds results; ``out`` is then left as it was.
+    Timings (``throughput``, ``step``, ``baseline``) are null in the merged stats: they belong to the single runs, whose starts are listed under
+    ``attempts`` with their folder. ``scores`` is called once the joined rows are written. Raises ConfigError for runs of different configurations,
+    DataError for a row that two runs hold, a run that has not ended, or an ``out`` that holds results; ``out`` is then left as it was.
     """
     if len(dirs) < 2:
         raise ConfigError("merge= needs at least two run folders, separated by commas")
@@ -48,6 +51,8 @@ def merge_runs(dirs: Sequence[Path], out: Path) -> Merged:
     order = _order(dirs, form)
     for run, (folder, one) in enumerate(zip(dirs, stats, strict=True)):
         rows = sum(place[2] == run for place in order)
+        if not one.get("complete", True):
+            raise DataError(f"{folder} was stopped before its input ended; finish it with resume={folder} first")
         if rows != one["samples"]:
             raise DataError(f"{folder} holds {rows} whole rows but its stats.json counts {one['samples']}; finish it with resume={folder} first")
     with FolderLock(out):
@@ -57,7 +62,7 @@ def merge_runs(dirs: Sequence[Path], out: Path) -> Merged:
             raise storage_error(out, error, "the merge is incomplete: remove the folder and merge again") from error
         config = records[0].get("config") or {}
         write_json(out / ENVIRONMENT_NAME, {**records[0], "config": _without_shard(config), "merged": [str(folder) for folder in dirs]})
-        merged = build_stats(load_rows(out), _run_info(dirs, stats))
+        merged = build_stats(load_rows(out), _run_info(dirs, stats) | scores(config))
         write_stats(out, merged)
     return Merged(len(order), merged, _missing_shards(records))
 

@@ -260,11 +260,13 @@ def build_stats(rows: Iterable[dict[str, Any]], run_info: dict[str, Any]) -> dic
     """The whole of stats.json: what the rows tell, and from ``run_info`` what they cannot.
 
     run_info keys, each optional: model, draft, sampling, chat, throughput, step, baseline, lossless, score, attempts, environment (null, or an
-    empty list for attempts, when absent), and ``group_scores`` {group: score}, which adds ``score`` to the groups, also to those without rows.
+    empty list for attempts, when absent), ``complete`` (true when absent; false: the run was stopped before its input ended), and
+    ``group_scores`` {group: score}, which adds ``score`` to the groups, also to those without rows.
     A baseline without ``speedup`` gets it from the two throughputs. Raises TypeError for an
     unknown key, which is a defect of the caller.
     """
-    known = {"model", "draft", "sampling", "chat", "throughput", "step", "baseline", "lossless", "score", "attempts", "environment", "group_scores"}
+    known = {"model", "draft", "sampling", "chat", "throughput", "step", "baseline", "lossless", "score", "attempts", "environment"}
+    known |= {"group_scores", "complete"}
     if unknown := sorted(set(run_info) - known):
         raise TypeError(f"run_info has unknown keys {unknown}")
     draft = run_info.get("draft") or {}
@@ -291,6 +293,7 @@ def build_stats(rows: Iterable[dict[str, Any]], run_info: dict[str, Any]) -> dic
         "score": run_info.get("score"),
         "attempts": run_info.get("attempts") or [],
         "environment": run_info.get("environment"),
+        "complete": run_info.get("complete", True),
     }
 
 
