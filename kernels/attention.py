@@ -9,7 +9,7 @@ Boundary: kernels and launchers only; the meaning of each argument is defined by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -404,6 +404,27 @@ def default_config(rows: int, group: int, head_bytes: int, prefill: bool) -> Att
     return AttentionConfig(block_n, block_m, 8 if block_m >= 128 else 4, stages)
 
 
+@cache
+def decode_config(default: AttentionConfig, groups: int, max_len: int) -> AttentionConfig:
+    """``default`` adjusted to how many programs a decode launch has before splitting, as measured on an H200 (head size 128, bf16, 384 keys).
+
+    Few programs want long tiles (latency); about as many as fit want small footprints, so that all are resident at once; many want the smallest. Long
+    contexts keep the deep pipeline, which reads at bandwidth whatever the batch.
+    """
+    if max_len > 2048:
+        return default
+    narrow = default.block_m <= 16
+    if groups <= 16:
+        return replace(default, block_n=64, num_stages=2 if narrow else 3)
+    if groups <= 128 or not narrow:
+        return replace(default, block_n=32, num_stages=3)
+    if groups <= 384:
+        return replace(default, block_n=32, num_warps=2, num_stages=3)
+    if groups <= 768:
+        return replace(default, block_n=64, num_stages=2)
+    return replace(default, block_n=32, num_warps=2, num_stages=2)
+
+
 def choose_splits(programs: int, max_len: int, block_n: int, processors: int) -> int:
     """Key splits so that ``programs`` fill the device about twice, each with at least one tile of keys; a power of two up to 16."""
     room = max(1, 2 * processors // max(programs, 1))
@@ -440,6 +461,9 @@ def _launch(
     head_bytes = (key_pad + value_pad) * k_pool.element_size()
     packed = cu_q is not None
     config = config or default_config(group if fixed_split else q_len * group, group, head_bytes, packed)
+    tuned = not packed and fixed_split is None and head_bytes <= 512 and config.splits is None
+    if tuned:
+        config = decode_config(config, rows * triton.cdiv(q_len, max(1, config.block_m // group)) * kv_heads, max_len)
     block_n, block_m = config.block_n, config.block_m
     if fixed_split is not None and fixed_split % block_n:
         raise ValueError(f"fixed_split {fixed_split} is not a multiple of the key tile {block_n}")

@@ -99,7 +99,7 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
     )
     tokens = (engine.pages.num_pages - 1) * engine.pages.page_size
     size = tokens * (target.kv_bytes_per_token + drafter.kv_bytes_per_token()) / 2**30
-    log.info("KV pool: %s tokens (%.2f GiB) for at most %d rows at a time", f"{tokens:,}", size, engine.max_batch)
+    log.info("KV pool: %s tokens (%.3g GiB) for at most %d rows at a time", f"{tokens:,}", size, engine.max_batch)
     return engine
 
 

@@ -42,7 +42,8 @@ class Override:
     @property
     def text(self) -> str:
         """The override to hand to Hydra, its text values quoted where Hydra would have read something else."""
-        plus = "++" if dict_key_of(self.key) else "+" if self.key == "experiment" else ""
+        mapped = dict_key_of(f"{self.key}.")  # the mapping itself, or an entry of it: its keys are the user's, so they are added
+        plus = "++" if mapped else "+" if self.key == "experiment" else ""
         return f"{plus}{self.key}={','.join(self.elements) if self.elements else self.value}"
 
 

@@ -28,9 +28,7 @@ UNSUPPORTED: tuple[tuple[str, Any], ...] = (
     ("draft.method", "dflash"),
     ("draft.adaptive", True),
     ("sampling.grammar", ANYTHING),
-    ("sampling.logprobs", ANYTHING),
     ("sampling.acceptance", "rejection"),
-    ("engine.deterministic", True),
 )
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own

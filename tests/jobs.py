@@ -24,9 +24,9 @@ Row = dict[str, Any]
 Key = tuple[int, int]
 
 
-def toy(draft: str | None = "draft_perfect", target: str = "target") -> list[str]:
-    """Overrides for a toy target, with a draft model of three steps or none."""
-    found = ["model=hf", f"model.path={toy_folder() / target}", "model.device=cpu", "engine.check_indices=true"]
+def toy(draft: str | None = "draft_perfect", target: str = "target", check: bool = True) -> list[str]:
+    """Overrides for a toy target, with a draft model of three steps or none. ``check``: every index tensor is checked."""
+    found = ["model=hf", f"model.path={toy_folder() / target}", "model.device=cpu", f"engine.check_indices={str(check).lower()}"]
     if draft is None:
         return [*found, "draft=none"]
     return [*found, "draft=draft_model", f"draft.path={toy_folder() / draft}", "draft.num_steps=3"]

@@ -152,11 +152,11 @@ def test_a_fault_of_the_whole_input_keeps_the_rows_before_it(capsys: pytest.Capt
         yield next(prompts)
         raise DataError("in.jsonl: the gzip archive is truncated")
 
-    monkeypatch.setattr(run, "prompts_of", breaks)
-    assert start("o", *toy(), *lines([{"prompt": "w10"}] * 4)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "prompts_of", breaks)
+        assert start("o", *toy(), *lines([{"prompt": "w10"}] * 4)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "specgen: in.jsonl: the gzip archive is truncated"
     assert [row["token_ids"] for row in rows_of("o").values()] == [[11, 12, 13, 14, 2]] * 2
-    monkeypatch.undo()
     assert resume("o") == 0 and len(rows_of("o")) == 4
 
 
@@ -239,10 +239,9 @@ def test_the_embedded_family_runs_with_no_settings_but_a_size() -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_ends_the_step_keeps_every_row_and_says_how_to_go_on(name: str, code: int, tmp_path: Path) -> None:
-    rows = [{"prompt": "w30", "max_tokens": 150 + i % 50} for i in range(150)]
+    rows = [{"prompt": "w30", "max_tokens": 40 + i % 20} for i in range(150)]
     data = ["data=jsonl", f"data.path={write_lines(tmp_path / 'in.jsonl', rows)}"]
-    common = [*toy(None), *data, "engine.max_batch=4"]
-    child = process(f"output.dir={tmp_path / 'o'}", *common)
+    child = process(f"output.dir={tmp_path / 'o'}", *toy(None), *data, "engine.max_batch=2")
     written = tmp_path / "o" / "generations.jsonl"
     while child.poll() is None and not (written.exists() and written.stat().st_size):
         time.sleep(0.01)
@@ -254,7 +253,7 @@ def test_a_signal_ends_the_step_keeps_every_row_and_says_how_to_go_on(name: str,
     assert 0 < len(partial) < 150 and not stats_of("o")["complete"] and stats_of("o")["samples"] == len(partial)
     assert "rows    " in out
     if name == "SIGTERM":
-        assert resume("o") == 0
+        assert resume("o", "engine.max_batch=150") == 0
         found = rows_of("o")
         assert [len(row["token_ids"]) for row in found.values()] == [row["max_tokens"] for row in rows]
         assert {key: found[key] for key in partial} == partial, "finished rows stay as they were"
@@ -274,10 +273,10 @@ def test_a_signal_during_the_baseline_costs_the_baseline_alone(monkeypatch: pyte
 
 
 def test_a_signal_while_the_model_loads_acts_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "load", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert start("o", *toy(), *lines([{"prompt": "w10"}])) == 143
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "load", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert start("o", *toy(), *lines([{"prompt": "w10"}])) == 143
     assert capsys.readouterr().err.splitlines()[-1] == "specgen: interrupted; python -m specgen resume=o goes on"
-    monkeypatch.undo()
     assert resume("o") == 0 and len(rows_of("o")) == 1
 
 
@@ -358,11 +357,10 @@ def test_a_hub_dataset_is_pinned_to_the_commit_of_the_first_start(monkeypatch: p
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(run._Run, "_stop", lambda self: self.writer.rows >= 4)
-    assert start("o", *toy(), "data=hub", "data.path=some/rows", "data.split=train", "sampling.max_tokens=4", "engine.max_batch=2") == 0
-    monkeypatch.undo()
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    head[0] = "b" * 40  # the dataset moves on, and the lookup fails too: the run stays where it was
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_stop", lambda self: self.writer.rows >= 4)
+        assert start("o", *toy(), "data=hub", "data.path=some/rows", "data.split=train", "sampling.max_tokens=4", "engine.max_batch=2") == 0
+    head[0] = "b" * 40  # the dataset moves on: the run stays where it was
     assert 4 <= len(rows_of("o")) < 30 and resume("o") == 0
     assert set(asked) == {"a" * 40} and len(rows_of("o")) == 30
     assert json.loads(Path("o/environment.json").read_text())["input"]["revision"] == "a" * 40

@@ -63,7 +63,8 @@ def measure() -> dict[str, Any]:
     loaded = load(job("eagle", 1, 0.0).model)
     found: dict[str, Any] = {"num_steps": NUM_STEPS, "max_tokens": MAX_TOKENS, "dtype": "float32", "acceptance": {}, "repeated_4grams": {}}
     for temperature in TEMPERATURES:
-        table = found["acceptance"][f"T{temperature:g}"] = {}
+        table: dict[str, dict[str, dict[str, float]]] = {}
+        found["acceptance"][f"T{temperature:g}"] = table
         for method, topk in SHAPES:
             requests = run(job(method, topk, temperature), loaded)
             table.setdefault(method, {})[str(topk)] = acceptance(requests)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,7 @@ class Engine:
         if logprobs is not None and logprobs > self.vocab_limit:
             raise ConfigError(f"sampling.logprobs={logprobs} is more than the {self.vocab_limit} ids the model can write")
         self.top = logprobs
+        self.tap: Callable[[Tensor], None] | None = None  # sees the logits of every draw (the lossless check; eager engines only)
         if engine.deterministic:
             target.make_deterministic()
         max_batch = engine.max_batch or DEFAULT_MAX_BATCH.get(self.device.type, 32)
@@ -283,8 +284,14 @@ class Engine:
         else:
             layout = rows.place(nodes, depth=draft.depth, path=draft.path)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
-        logits = adjust(self.target.logits(hidden.last), rows.sampling, depth, draft)
+        logits = self._tapped(self.target.logits(hidden.last))
+        logits = adjust(logits, rows.sampling, depth, draft)
         return hidden, logits, draw(logits, rows.sampling, depth)
+
+    def _tapped(self, logits: Tensor) -> Tensor:
+        if self.tap is not None:
+            self.tap(logits)
+        return logits
 
     def _commit(self, rows: StepRows, draft: Draft | None, y: Tensor, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Accept, trim, advance the rows that go on and let the others die, on the device (``kernels.reference_step.finish_step``)."""
@@ -328,7 +335,7 @@ class Engine:
 
     def _first_tokens(self, staged: StagedPrefill, hidden: Any) -> tuple[Tensor, StepRows, Tensor, Tensor | None]:
         """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2], log-probabilities)."""
-        logits = self.target.logits(hidden.last.index_select(0, staged.final_last))
+        logits = self._tapped(self.target.logits(hidden.last.index_select(0, staged.final_last)))
         slots = staged.final_slots
         ints = self.rows.ints.index_select(0, slots)
         sampling = first_sampling(self.law, slots, ints, self.rows.floats.index_select(0, slots), self.features, self.vocab_limit)

@@ -215,14 +215,14 @@ def finish_layer(
     if layer.post_attn_norm is not None:
         x = ops.rms_norm(x, layer.post_attn_norm, spec.eps, spec.plus_one)
     x, residual = ops.add_rms_norm(x, residual_TE, layer.mlp_norm, spec.eps, spec.plus_one)
-    if ahead is not None:
-        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias)
-        ahead.start("down", layer.down)
-        x = ACTIVATIONS[spec.activation](gate_up)
-    elif spec.activation == "gelu_pytorch_tanh":
-        x = ops.gelu_tanh_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic))
-    else:
+    gelu = spec.activation == "gelu_pytorch_tanh"
+    if ahead is None and not gelu:
         x = ops.linear_silu_mul(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
+    else:
+        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
+        if ahead is not None:
+            ahead.start("down", layer.down)
+        x = ops.gelu_tanh_mul(gate_up) if gelu else ops.silu_mul(gate_up)
     x = ops.linear(x, layer.down, layer.down_bias, deterministic=deterministic)
     if layer.post_mlp_norm is not None:
         x = ops.rms_norm(x, layer.post_mlp_norm, spec.eps, spec.plus_one)

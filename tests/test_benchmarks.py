@@ -1,0 +1,190 @@
+"""The benchmarks run, name and write what they promise, and the naive ways they are measured against give the same results."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import host, latency, timing, trees
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.registry import REGISTRY, Settings
+from benchmarks.timing import Sample
+from specgen.types import SamplingParams
+from tests.harness import drive, engine_of, requests_of
+
+CPU = torch.device("cpu")
+NAMES = ["next_token_prep", "kv_watermark", "kv_alloc", "decode_host_time", "step_latency", "topk1_chain", "tree_build", "tree_walk"]
+SHORT = Settings(CPU, repeats=3, steps=5)
+
+
+# -- the runner -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_is_registered_once_and_says_what_it_measures() -> None:
+    assert sorted(REGISTRY) == sorted(NAMES)
+    assert all(entry.name == name and len(entry.summary) > 40 for name, entry in REGISTRY.items())
+
+
+def test_list_names_every_benchmark_and_runs_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == []
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*REGISTRY, *COMMANDS]
+
+
+def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
+    with pytest.raises(SystemExit, match=r"no benchmark named kv_watermarks; there are .*kv_watermark,"):
+        main(["--only", "kv_watermark,kv_watermarks"])
+    with pytest.raises(SystemExit, match="no benchmark named ','"):
+        main(["--only", ","])
+
+
+def test_the_rows_printed_are_the_rows_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    rows = main(["--device", "cpu", "--only", "topk1_chain,kv_watermark", "--repeats", "3", "--json", str(file)])
+    assert json.loads(file.read_text()) == rows
+    assert [r["name"] for r in rows] == ["kv_watermark"] * 5 + ["topk1_chain"] * 6
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(rows)
+    for text, found in zip(printed, rows, strict=True):
+        assert text.startswith(found["name"]) and f"{found['ratio']:.2f}x" in text
+        assert {"name", "params", "naive_us", "ours_us", "ratio", "naive_p99_us", "ours_p99_us"} <= set(found)
+        assert found["ratio"] == found["naive_us"] / found["ours_us"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_command_line_of_its_own_is_reached_through_the_runner(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0 and "--only" in capsys.readouterr().out
+
+
+def test_the_guide_shows_the_name_of_every_benchmark() -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    assert [name for name in [*NAMES, *COMMANDS] if not re.search(rf"`{name}`", guide)] == []
+
+
+# -- the clocks -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_the_median_and_the_99th_percentile_in_microseconds() -> None:
+    assert Sample.of([1000 * n for n in range(200, 0, -1)]) == Sample(101.0, 199.0)
+    assert Sample.of([5000]) == Sample(5.0, 5.0)
+
+
+def test_calls_are_taken_in_turn_with_what_comes_before_them_and_no_collection() -> None:
+    seen: list[str] = []
+    calls = {name: (lambda name=name: seen.append(f"{name}{gc.isenabled()}")) for name in "ab"}
+    assert gc.isenabled()
+    times = timing.host_times(calls, 4, CPU, before=lambda: seen.append("|"))
+    assert seen == ["|", "aFalse", "|", "bFalse"] * 7, "three to warm up and four timed"
+    assert set(times) == {"a", "b"} and gc.isenabled()
+
+
+def test_operators_count_what_makes_memory_and_not_views() -> None:
+    x = torch.zeros(4, 4)
+    assert timing.operators(lambda: x[1:].t().reshape(12)) == 1, "the copy that reshape needs"
+    assert timing.operators(lambda: torch.cat([x, x + 1])) == 2
+    assert timing.operators(lambda: x.add_(1)) == 0
+
+
+# -- what each measures -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_next_token_preparation_gives_the_same_tokens_however_the_backups_are_written() -> None:
+    case = host.NextTokens(16, CPU)
+    backups = [r.prompt.token_ids[r.prefill_pos] for r in case.requests]
+    for way in (case.naive_inputs, case.loop, case.array_loop, case.fromiter, case.slice_assignment):
+        assert way().tolist() == backups
+    assert [x.tolist() for x in case.naive()] == [x.tolist() for x in case.ours()]
+    rows = list(host.next_token_prep(SHORT))
+    assert [r["params"] for r in rows] == [{"requests": n} for n in (1, 4, 16, 64)]
+    assert set(rows[0]["alternatives_us"]) == {"loop", "array_loop", "fromiter", "slice_assignment"}
+
+
+def test_one_read_of_the_lengths_is_at_least_eight_times_as_fast_as_one_a_request() -> None:
+    ratios = {r["params"]["requests"]: r["ratio"] for r in host.kv_watermark(Settings(CPU, repeats=100, steps=1))}
+    assert ratios[64] >= 8
+
+
+def test_naive_allocation_hands_out_the_same_pages() -> None:
+    mine, theirs = host.Growing(5, tokens=208), host.Growing(5, tokens=208)
+    for _ in range(30):
+        mine.grow()
+        theirs.grow()
+        mine.ours()
+        theirs.naive()
+        assert np.array_equal(mine.pages.table, theirs.pages.table) and np.array_equal(mine.pages.allocated, theirs.pages.allocated)
+        assert [r.kv_allocated_len for r in mine.requests] == [r.kv_allocated_len for r in theirs.requests]
+    mine.pages.check()
+    theirs.pages.check()
+
+
+def test_naive_allocation_fails_as_a_whole_too() -> None:
+    case = host.Growing(2, tokens=160)
+    case.pages._num_free = 1
+    before = case.pages.allocated.tolist()
+    assert not host.naive_alloc(case.pages, case.requests, case.slots, case.committed + 40, host.RESERVE)
+    assert case.pages.allocated.tolist() == before
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_naive_bookkeeping_gives_the_same_text(overlap: int) -> None:
+    prompts = [[30], [10, 11], [40, 41, 42], [7] * 9]
+    results = []
+    for naive in (False, True):
+        engine = engine_of("rand_target", "draft_model:rand_draft", page=4, overlap=overlap)
+        requests = requests_of(prompts, SamplingParams(max_tokens=20))
+        if naive:
+            with host.naive_host(engine):
+                results.append(drive(engine, requests))
+        else:
+            results.append(drive(engine, requests))
+    assert results[0].ids == results[1].ids and results[0].counts == results[1].counts
+
+
+def test_host_time_of_a_step_names_its_parts() -> None:
+    first = next(host.decode_host_time(SHORT))
+    assert first["params"] == {"batch": 1}
+    assert {f"{who}_{part}_us" for who in ("naive", "ours") for part in ("plan", "retire")} <= set(first)
+
+
+def test_a_chain_is_one_operator_where_the_general_way_takes_many() -> None:
+    for found in trees.topk1_chain(SHORT):
+        assert found["ours_operators"] == 1 and found["naive_operators"] > 5
+
+
+def test_trees_are_built_and_walked_at_two_shapes_and_three_batches() -> None:
+    for rows in (trees.tree_build(SHORT), trees.tree_walk(SHORT)):
+        found = [(r["params"]["topk"], r["params"]["num_steps"], r["params"]["nodes"], r["params"]["batch"]) for r in rows]
+        assert found == [(topk, steps, nodes, b) for topk, steps, nodes in ((4, 4, 16), (8, 5, 41)) for b in (1, 8, 64)]
+
+
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_rewinding_puts_a_job_back_where_it_was(overlap: str) -> None:
+    engine = host.embedded_engine(2, CPU, overlap=overlap)
+    requests = host.requests_like(2, 16)
+    host.start(engine, requests)
+    state = latency.Rewinder(engine, requests)
+    runs = []
+    for _ in range(3):
+        latency.block(engine, 4)
+        host.drain(engine)
+        runs.append([list(r.output_ids) for r in requests])
+        state.rewind()
+        assert [len(r.output_ids) for r in requests] == state.outputs
+        assert torch.equal(engine.rows.ints, state.ints)
+    assert all(len(ids) == n + host.STEP_TOKENS * (4 + engine.overlap) for ids, n in zip(runs[0], state.outputs, strict=True))
+    assert {len(r.provenance) for r in requests} == set(state.outputs)
+
+
+def test_step_latency_takes_the_steps_it_was_asked_for() -> None:
+    (found,) = latency.step_latency(SHORT)
+    assert found["name"] == "step_latency"
+    assert found["params"] == {
+        "batch": 8, "steps": 5, "overlap": 0, "graphs": False, "model": "embedded", "drafter": "eagle3", "num_steps": 3,
+    }  # fmt: skip

@@ -1,0 +1,250 @@
+"""Going on with a run: after any kill, with what may change and what may not; shards and their union."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specgen import cli, run
+from tests.jobs import SMALL, log_of, resume, rows_of, same, start, stats_of, toy, write_lines
+from tests.toys import toy_folder
+
+TEXTS = ["w10", "w30", "w40", "w24", "w05", "w31", "w41", "w11"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def lines(rows: list[Any], name: str = "in.jsonl") -> list[str]:
+    return ["data=jsonl", f"data.path={write_lines(Path(name), rows)}"]
+
+
+def rows(count: int = 24) -> list[dict[str, Any]]:
+    return [{"id": f"r{i}", "prompt": TEXTS[i % 8], "max_tokens": 3 + i % 9} for i in range(count)]
+
+
+def cut(out: str, keep: int, tail: bytes = b"") -> None:
+    """The folder as a kill leaves it: ``keep`` whole rows, then ``tail``, and nothing that is written at the end."""
+    path = Path(out, "generations.jsonl")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:keep]) + tail)
+    Path(out, "stats.json").unlink()
+    Path(out, "report.html").unlink()
+
+
+# -- after a kill -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tail", "mended"),
+    [
+        (b"", None),
+        (b'{"id":"r9","sample":0,"inde', "a torn last line of 27 bytes was removed"),
+        (b'{"id":"r9","text":"\xc3', "a torn last line of 20 bytes was removed"),
+        (b"\x00\x00\x00", "a torn last line of 3 bytes was removed"),
+    ],
+)
+def test_a_killed_run_ends_with_the_rows_of_one_that_was_not(tail: bytes, mended: str | None) -> None:
+    assert start("o", *toy(), *lines(rows())) == 0
+    whole = rows_of("o")
+    cut("o", 7, tail)
+    kept = Path("o/generations.jsonl").read_bytes()[: -len(tail) or None]
+    assert resume("o") == 0
+    assert rows_of("o") == whole and Path("o/generations.jsonl").read_bytes().startswith(kept)
+    assert [entry["rows"] for entry in stats_of("o")["attempts"]] == [24, 17]
+    assert (f"repaired: generations.jsonl: {mended}" in log_of("o")) == (mended is not None)
+    assert "resumed: 7 rows are finished, 0 of them errors; 0 error rows are tried again" in log_of("o")
+
+
+def test_a_whole_last_line_without_line_feed_is_kept_and_not_redone() -> None:
+    assert start("o", *toy(), *lines(rows())) == 0
+    path = Path("o/generations.jsonl")
+    cut("o", 5)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert resume("o") == 0
+    assert [entry["rows"] for entry in stats_of("o")["attempts"]] == [24, 19] and len(rows_of("o")) == 24
+
+
+def test_a_run_killed_before_its_first_row_starts_over() -> None:
+    assert start("o", *toy(), *lines(rows())) == 0
+    whole = rows_of("o")
+    for names in (("generations.jsonl",), ("generations.jsonl", "environment.json"), ("generations.jsonl", "environment.json", "attempts.jsonl")):
+        for name in (*names, "stats.json", "report.html"):
+            Path("o", name).unlink(missing_ok=True)
+        assert resume("o") == 0 and rows_of("o") == whole
+
+
+def test_resuming_a_finished_run_changes_no_row_and_keeps_its_figures() -> None:
+    assert start("o", *toy(), *lines(rows()), "baseline=true") == 0
+    before, kept = stats_of("o"), Path("o/generations.jsonl").read_bytes()
+    assert resume("o") == 0
+    after = stats_of("o")
+    assert Path("o/generations.jsonl").read_bytes() == kept
+    assert [after[name] for name in ("throughput", "step", "baseline", "acceptance")] == [
+        before[name] for name in ("throughput", "step", "baseline", "acceptance")
+    ]
+    assert [entry["rows"] for entry in after["attempts"]] == [24, 0]
+
+
+def test_turns_rows_are_resumed_whole() -> None:
+    data = lines([{"turns": ["w10", "w30", "w40"]}, {"turns": ["w30"]}, {"turns": ["w40", "w10"]}])
+    assert start("o", *toy(), *data, "sampling.max_tokens=4") == 0
+    whole = rows_of("o")
+    cut("o", 1)
+    assert resume("o") == 0 and rows_of("o") == whole
+
+
+def test_parquet_parts_are_resumed() -> None:
+    data = lines(rows())
+    assert start("whole", *toy(), *data, "output.format=parquet") == 0
+    shutil.copytree("whole", "o")
+    (part,) = Path("o/generations").iterdir()
+    part.rename(part.with_name(".part-00000.parquet.tmp"))  # a part that was being written
+    assert resume("o") == 0 and rows_of("o") == rows_of("whole")
+    assert [path.name for path in Path("o/generations").iterdir()] == ["part-00000.parquet"]
+
+
+def test_error_rows_stay_unless_they_are_to_be_tried_again() -> None:
+    bad = [{"prompt": "w10", "max_tokens": 9}, {"prompt": "w30", "max_tokens": 250}, {"prompt": 3}]
+    small = "engine.kv_memory_gb=0.0004"  # a pool that cannot hold the second row
+    assert start("o", *toy(None), *lines(bad), small) == 3
+    first = rows_of("o")
+    assert [row["error"] and row["error"]["type"] for row in first.values()] == [None, "CapacityError", "DataError"]
+    assert resume("o", "engine.kv_memory_gb=1") == 3 and rows_of("o") == first, "error rows are kept"
+    assert resume("o", "engine.kv_memory_gb=1", "resume_errors=true") == 3
+    found = list(rows_of("o").values())
+    assert [row["error"] and row["error"]["type"] for row in found] == [None, None, "DataError"]
+    assert (found[1]["output_tokens"], found[1]["finish_reason"]) == (250, "length")
+    assert "resumed: 1 rows are finished, 0 of them errors; 2 error rows are tried again" in log_of("o")
+
+
+# -- what may change --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_and_where_files_stand_may_change() -> None:
+    shutil.copytree(toy_folder() / "draft_perfect", "draft")
+    assert start("o", *toy(str(Path("draft").absolute())), *lines(rows())) == 0
+    whole = rows_of("o")
+    cut("o", 9)
+    Path("draft").rename("moved")
+    Path("in.jsonl").rename("elsewhere.jsonl")
+    code = resume("o", "draft.path=moved", "data.path=elsewhere.jsonl", "engine.max_batch=3", "engine.page_size=8", "output.fsync_seconds=0")
+    assert code == 0 and same(rows_of("o")) == same(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("sampling.max_tokens=9", "sampling.max_tokens=9 cannot be changed on resume: the run was started with 256"),
+        ("draft=none", "draft=none cannot be changed on resume: the run was started with draft_model"),
+        ("data.limit=3", "data.limit=3 cannot be changed on resume: the run was started with null"),
+        ("data.chat_template=none", "data.chat_template: the template has changed since this run was started"),
+    ],
+)
+def test_what_may_not_change_is_refused_by_name(change: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("o", *toy(), *lines(rows(3))) == 0
+    kept = Path("o/generations.jsonl").read_bytes()
+    assert resume("o", change) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith(f"specgen: {message}"), err
+    assert Path("o/generations.jsonl").read_bytes() == kept and not Path("o/.lock").exists()
+
+
+def refused(out: str, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    capsys.readouterr()
+    assert resume(out, *overrides) == 2
+    return capsys.readouterr().err.splitlines()[-1].removeprefix("specgen: ")
+
+
+def test_a_changed_input_checkpoint_template_or_stored_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    here = Path.cwd()
+    shutil.copytree(toy_folder() / "target", "model")
+    shutil.copytree(toy_folder() / "draft_perfect", "draft")
+    Path("chat.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    chat = [{"messages": [{"role": "user", "content": text}]} for text in TEXTS]
+    assert start("o", *toy(str(here / "draft"), str(here / "model")), *lines(chat), "data.chat_template=chat.jinja") == 0
+    cut("o", 4)
+
+    def with_changed(path: str, text: str | bytes) -> str:
+        kept = Path(path).read_bytes()
+        Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
+        try:
+            return refused("o", capsys)
+        finally:
+            Path(path).write_bytes(kept)
+
+    remedy = "has changed since this run was started; restore it, or start a new run instead of resume=o"
+    assert with_changed("in.jsonl", Path("in.jsonl").read_text().replace("w41", "w42")).endswith(f"in.jsonl: the file {remedy}")
+    assert with_changed("chat.jinja", "{{ messages[0].content }}") == f"data.chat_template: the template {remedy}"
+    weights = bytearray(Path("draft/model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    assert with_changed("draft/model.safetensors", bytes(weights)).startswith("the draft model's weights changed since this run was started")
+    config = json.loads(Path("model/config.json").read_text()) | {"rms_norm_eps": 1e-5}
+    assert with_changed("model/config.json", json.dumps(config)).startswith("the target model's config changed")
+    stored = yaml.safe_load(Path("o/.hydra/config.yaml").read_text())
+    stored["sampling"]["seed"] = 5
+    changed = with_changed("o/.hydra/config.yaml", yaml.safe_dump(stored))
+    assert changed.startswith("the configuration has changed since this run was started (sampling.seed: 0 -> 5)")
+    assert resume("o") == 0 and len(rows_of("o")) == 8
+
+
+def test_a_change_that_the_fingerprint_misses_is_found_at_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """The middle of a large file is not hashed; a finished row's prompt is compared with the input's."""
+    filler = "x" * (2 << 20)
+    data = [{"prompt": "w10", "note": filler}, {"id": "b", "prompt": "w30"}, {"prompt": "w10", "note": filler}, {"prompt": "w40"}]
+    assert start("o", *toy(None), *lines(data), "output.meta=false", "sampling.max_tokens=4") == 0
+    kept = Path("o/generations.jsonl").read_bytes()
+    text = Path("in.jsonl").read_text()
+    Path("in.jsonl").write_text(text.replace("w30", "w31"))
+    assert refused("o", capsys).startswith("input row 1 (id 'b'): its prompt differs from the finished row's")
+    Path("in.jsonl").write_text(text.replace('"id": "b"', '"id": "c"'))
+    assert refused("o", capsys).startswith("input row 1: the finished row has id 'b', the input now 'c'")
+    assert Path("o/generations.jsonl").read_bytes() == kept
+
+
+def test_an_input_that_cannot_be_read_again_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("o", *toy(), *lines(rows(3))) == 0
+    record = json.loads(Path("o/environment.json").read_text())
+    record["input"]["rereadable"] = False
+    Path("o/environment.json").write_text(json.dumps(record))
+    assert refused("o", capsys).startswith("the input cannot be read again in the same order")
+    Path("o/environment.json").unlink()
+    assert refused("o", capsys).startswith("o holds rows but no environment.json")
+
+
+# -- shards -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_three_shards_merged_are_one_run_at_temperature_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Noise is keyed by the row, so that neither worker nor batch decides a token."""
+    common = ["data.limit=8", "sampling.max_tokens=10", "sampling.temperature=1", "sampling.n=2", "baseline=false"]
+    assert start("whole", *common) == 0
+    for i, batch in enumerate((1, 4, 32)):
+        assert start(f"s{i}", *common, f"data.shard={i}/3", f"engine.max_batch={batch}") == 0
+    assert [sorted({index for index, _ in rows_of(f"s{i}")}) for i in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert cli.main(["merge=s0,s1,s2", "output.dir=m"]) == 0
+    assert rows_of("m") == rows_of("whole")
+    assert [row["index"] for row in map(json.loads, Path("m/generations.jsonl").read_text().splitlines())] == [i // 2 for i in range(16)]
+    merged, whole = stats_of("m"), stats_of("whole")
+    names = ("requests", "samples", "errors", "prompt_tokens", "output_tokens", "acceptance", "groups", "sampling", "draft", "score")
+    assert [merged[name] for name in names] == [whole[name] for name in names]
+    assert "16 rows of 3 runs joined in m" in capsys.readouterr().out and Path("m/report.html").exists()
+    assert cli.main(["merge=s0,s2", "output.dir=part"]) == 0
+    assert "not the whole input: shard 1/3 is missing" in capsys.readouterr().out
+
+
+def test_a_shard_that_was_stopped_is_not_merged(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start("a", *SMALL, "data.shard=0/2") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_stop", lambda self: True)
+        assert start("b", *SMALL, "data.shard=1/2") == 0
+    assert cli.main(["merge=a,b", "output.dir=m"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "specgen: b was stopped before its input ended; finish it with resume=b first"
+    assert not Path("m").exists()
+    assert resume("b") == 0 and cli.main(["merge=a,b", "output.dir=m"]) == 0 and len(rows_of("m")) == 3
