@@ -1,7 +1,7 @@
 """Decode step time of the 8B jobs: one process, random weights, imposed acceptance, wall clock over whole generations.
 
-``python -m benchmarks.steps [--quick] [--json FILE] [--only NAME,...] [--batches 1,8,...]``. Prefill is timed apart: a figure is the median of the engine's
-calls that only decode, host time included. Boundary: drives the engine as a job does; measures nothing inside it.
+``python -m benchmarks.steps [--quick] [--json FILE] [--only NAME,...] [--batches 1,8,...]``. Prefill is timed apart: a figure is the median of
+the engine's calls that only decode, host time included. Boundary: drives the engine as a job does; measures nothing inside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clocks: host time of calls taken in turn, device time by graph replay, and what a call launches.
+"""Clocks: host time of calls taken side by side, device time by graph replay, and what a call launches.
 
 Boundary: times callables; knows nothing of what they do. The garbage collector is off inside timed regions, and on a CUDA device the queue is empty
 when a timed call starts, so that a call's host time is its own.
@@ -7,6 +7,7 @@ when a timed call starts, so that a call's host time is its own.
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ def host_times(
     load: Call | None = None,
     until_done: bool = False,
 ) -> dict[str, Sample]:
-    """Host time of each call, all of them taken in turn ``repeats`` times after a tenth as many to warm up.
+    """Host time of each call, all of them taken ``repeats`` times, each time in another order, after a tenth as many to warm up.
 
     ``before`` runs untimed ahead of each call. ``load`` gives the device work that is still running when the call starts. ``until_done`` includes
     the wait for what the call launched on the device.
@@ -63,10 +64,12 @@ def host_times(
     wait = torch.cuda.synchronize if device.type == "cuda" else None
     times: dict[str, list[int]] = {name: [] for name in calls}
     warm_up = max(3, repeats // 10)
+    turns, order = list(calls.items()), random.Random(0)
     clock = time.perf_counter_ns
     with no_collection():
         for turn in range(warm_up + repeats):
-            for name, call in calls.items():
+            order.shuffle(turns)
+            for name, call in turns:
                 if before is not None:
                     before()
                 if wait is not None:

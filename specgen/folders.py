@@ -5,11 +5,13 @@ Boundary: knows paths and plain data; nothing of Hydra, rows or models.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
 import re
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +22,7 @@ from typing import Any
 import yaml
 
 from specgen.errors import ConfigError, DataError
+from specgen.report.disk import sync_folder
 
 ROWS = ("generations.jsonl", "generations", "stats.json")
 RESULTS = (*ROWS, "attempts.jsonl", ".hydra", "sweep.csv", "multirun.yaml")
@@ -139,17 +142,26 @@ def dump_yaml(value: Any) -> str:
 
 
 def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequence[str], hydra: str) -> None:
-    """``.hydra/config.yaml`` (effective values), ``overrides.yaml`` and ``hydra.yaml``. Raises ConfigError when another job has the folder."""
-    target = folder / ".hydra"
+    """``.hydra/config.yaml`` (effective values), ``overrides.yaml`` and ``hydra.yaml``: durable, and all of them or none, whenever the job is killed.
+
+    Raises ConfigError when another job has the folder.
+    """
+    texts = {"config.yaml": dump_yaml(dict(config)), "overrides.yaml": dump_yaml(list(overrides)), "hydra.yaml": hydra}
+    temporary = folder / f".hydra-{secrets.token_hex(4)}"
     try:
-        target.mkdir(parents=True)
-    except FileExistsError as error:
-        raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
+        temporary.mkdir(parents=True)
+        for name, text in texts.items():
+            with open(temporary / name, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.rename(folder / ".hydra")
+        sync_folder(folder)
     except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
         raise ConfigError(f"output.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
-    (target / "config.yaml").write_text(dump_yaml(dict(config)), encoding="utf-8")
-    (target / "overrides.yaml").write_text(dump_yaml(list(overrides)), encoding="utf-8")
-    (target / "hydra.yaml").write_text(hydra, encoding="utf-8")
 
 
 def read_hydra_files(folder: Path) -> tuple[dict[str, Any], list[str], Path | None]:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from specgen.config import Config, DataConfig, ModelConfig
+from specgen.config import Config, DataConfig, ModelConfig, SamplingConfig
 from specgen.data.prompts import load_prompts
+from specgen.data.sampling import params_from_config
 from specgen.data.tasks.base import Task
 from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.draft.load import FAMILY, load_drafter
 from specgen.engine.engine import Engine
-from specgen.models.loader import load_target
+from specgen.models.generation import sampling_defaults
+from specgen.models.loader import load_target, local_folder
 from specgen.models.target import Target
 from specgen.types import Prompt
 
@@ -84,6 +86,21 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     return _last
 
 
+def with_model_defaults(config: Config, given: Iterable[str]) -> Config:
+    """``config`` with the checkpoint's own sampling values where ``sampling.from_model`` asks for them: for keys that are neither in ``given``
+    (dotted names the user set) nor at another value than the default. Raises ConfigError for a value that cannot be honoured."""
+    if not config.sampling.from_model:
+        return config
+    folder = local_folder(target_path(config.model), config.model.revision, weights=False)
+    plain, given = SamplingConfig(), frozenset(given)
+    own = {name for name, value in asdict(config.sampling).items() if value != getattr(plain, name) or f"sampling.{name}" in given}
+    found = {name: value for name, value in sampling_defaults(folder).items() if name not in own}
+    log.info("sampling: from the model %s", ", ".join(f"{name}={value}" for name, value in found.items()) or "nothing, for it names no value")
+    sampling = replace(config.sampling, **found)
+    params_from_config(sampling)
+    return replace(config, sampling=sampling)
+
+
 def make_engine(config: Config, loaded: Loaded) -> Engine:
     """Drafter and engine of a job over a loaded target."""
     target, tokenizer = loaded.target, loaded.tokenizer
@@ -96,6 +113,7 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         tokenizer=tokenizer,
         skip_special_tokens=config.output.skip_special_tokens,
         vocab_limit=None if tokenizer is None else len(tokenizer),
+        logprobs=config.sampling.logprobs,
     )
     tokens = (engine.pages.num_pages - 1) * engine.pages.page_size
     size = tokens * (target.kv_bytes_per_token + drafter.kv_bytes_per_token()) / 2**30

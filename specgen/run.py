@@ -26,9 +26,10 @@ from specgen.engine.engine import Engine
 from specgen.errors import ConfigError
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
-from specgen.loading import Loaded, choose_threads, load, make_engine, prompts_of, resolve_device
+from specgen.loading import Loaded, choose_threads, load, make_engine, prompts_of, resolve_device, with_model_defaults
 from specgen.models.target import Target
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
+from specgen.replay import verify_lossless
 from specgen.report import stats as report_stats
 from specgen.report.attempts import append_attempt, read_attempts, step_figures, throughput_figures
 from specgen.report.disk import FolderLock, write_json
@@ -50,6 +51,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     """Run one job into ``folder``; returns the exit code (0 all rows done, 3 some are errors, 128 + n after signal n). User errors are raised as
     SpecgenError; whatever ends the run, every finished row is on the disk and the folder can be resumed."""
     started = _start_of_job()
+    config = with_model_defaults(config, _set_by_user(folder, overrides, resume))
     task = load_task(config.task)
     _check_task(config, task)
     with FolderLock(folder) as lock, Signals() as signals:
@@ -68,6 +70,8 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
             run = _Run(config, data, task, loaded, writer, signals)
             figures = run.generate(started)
         append_attempt(folder, {"attempt": attempt, **figures})
+        if config.verify_lossless and not run.incomplete and signals.caught is None:
+            append_attempt(folder, {"attempt": attempt, "lossless": run.lossless(folder)})
         if run.wants_baseline():
             append_attempt(folder, {"attempt": attempt, "baseline": run.baseline()})
         stats = run.stats(folder, record)
@@ -90,6 +94,13 @@ def _start_of_job() -> float:
         return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError, AttributeError):
         return _IMPORTED
+
+
+def _set_by_user(folder: Path, overrides: list[str] | None, resume: bool) -> list[str]:
+    """The dotted keys the run was started with: those of its first start when it is resumed."""
+    if resume:
+        overrides = next((entry.get("overrides") for entry in read_attempts(folder)), overrides)
+    return [text.lstrip("+").partition("=")[0] for text in overrides or ()]
 
 
 def _check_task(config: Config, task: Task | None) -> None:
@@ -134,13 +145,13 @@ class _Run:
         self.config, self.data, self.task, self.loaded, self.writer, self.signals = config, data, task, loaded, writer, signals
         self.stopped_by: str | None = None  # the row error that ended the run under data.on_error=stop
         self.incomplete = False  # rows of the input are missing
-        self.num_steps = self.num_draft_tokens = 0
+        self.num_steps = self.num_draft_tokens = self.max_batch = 0
 
     def generate(self, started: float) -> dict[str, Any]:
         """Generate and write every row that an earlier start did not; returns what the attempts file says of it. ``started``: of the job."""
         with closing(make_engine(self.config, self.loaded)) as engine:
             start_s = time.perf_counter() - started
-            self.num_steps, self.num_draft_tokens = engine.num_steps, engine.drafter.num_draft_tokens
+            self.num_steps, self.num_draft_tokens, self.max_batch = engine.num_steps, engine.drafter.num_draft_tokens, engine.max_batch
             self.signals.arm()
             job = self._pass(engine)
             self.incomplete = job.stopped
@@ -201,6 +212,12 @@ class _Run:
             throughput, step = _figures(job, engine, 0.0)
         return None if job.stopped else {"throughput": throughput, "step": step}
 
+    def lossless(self, folder: Path) -> dict[str, Any]:
+        """Some finished rows replayed without a draft and compared; a row that differs by more than a tie makes the run exit with 1."""
+        log.info("lossless check: %d rows again, one at a time, without a draft", self.config.verify_lossless)
+        shape = {"nodes": self.num_draft_tokens, "batch": self.max_batch}
+        return verify_lossless(self.config, self.data, self.loaded, self.task, load_rows(folder), **shape)
+
     def stats(self, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         """The whole of stats.json, from the rows on the disk; timings are those of the last start that wrote a row."""
         config = self.config
@@ -214,6 +231,7 @@ class _Run:
                 "sampling": asdict(params_from_config(config.sampling)) | {"acceptance": config.sampling.acceptance},
                 "chat": describe_chat(self.data, self.loaded.tokenizer),
                 **{name: timed.get(name) for name in ("throughput", "step", "baseline")},
+                "lossless": next((entry["lossless"] for entry in reversed(attempts) if entry.get("lossless")), None),
                 **scores(folder, self.task),
                 "attempts": attempts,
                 "environment": record,
@@ -230,6 +248,9 @@ class _Run:
         if self.stopped_by is not None:
             log.warning("stopped at the first row error (data.on_error=stop); %s", go_on)
             return 3
+        if (stats["lossless"] or {}).get("different"):
+            log.error("the lossless check failed: a text differs from what the target alone writes, and not by a near-tie")
+            return 1
         return 3 if stats["errors"] else 0
 
 

@@ -150,11 +150,14 @@ class Completion:
 class Layout:
     """Where the T tokens of one forward stand. Filled by the engine or a drafter; read by the attention function.
 
-    positions [T] int32: RoPE position, causality and window. slots [T] int64: KV slot written by each token (page * page_size + offset; scratch is page 0).
+    positions [T] int32: RoPE position, causality and window. slots [T] int64: KV slot written by each token
+    (page * page_size + offset; scratch is page 0).
     block_table [B, W] int32. length [B] int32: keys j < length[b] stand at table slot j and position j.
-    Uniform (decode, draft, extend): T = B * q_len; query i of row b sees keys < length[b] and then, with ``path`` None, window slots length[b] .. length[b] + i
-    (a chain), else window slots length[b] + path[b, i, p] for p = 0, 1, ... while >= 0, at position length[b] + p. path [B, q_len, P] int32.
-    Packed (prefill): ``cu_q`` [B + 1] int32, row b owns tokens cu_q[b] .. cu_q[b+1] - 1, causal from position length[b]; ``q_len`` is the longest chunk.
+    Uniform (decode, draft, extend): T = B * q_len; query i of row b sees keys < length[b] and then, with ``path`` None, window slots
+    length[b] .. length[b] + i (a chain), else window slots length[b] + path[b, i, p] for p = 0, 1, ... while >= 0, at position length[b] + p.
+    path [B, q_len, P] int32.
+    Packed (prefill): ``cu_q`` [B + 1] int32, row b owns tokens cu_q[b] .. cu_q[b+1] - 1, causal from position length[b]; ``q_len`` is
+    the longest chunk.
     max_len: host bound on the number of keys of any row.
     """
 
@@ -192,7 +195,8 @@ class Verdict:
     """What acceptance decided for B rows (device tensors, all int32).
 
     path [B, S+1]: accepted nodes, root first, -1 beyond. accepted [B]: accepted drafts a. tokens [B, S+1]: the committed tokens, y at each path node,
-    -1 beyond a+1. kept [B]: tokens kept after EOS, budget and context (0 for a dead row). finish [B]: 0 running, 1 stop, 2 length, 3 context, 4 non-finite logits.
+    -1 beyond a+1. kept [B]: tokens kept after EOS, budget and context (0 for a dead row). finish [B]: 0 running, 1 stop, 2 length,
+    3 context, 4 non-finite logits.
     """
 
     path: Tensor

@@ -153,6 +153,8 @@ def _check_sampling(config: Config) -> None:
             raise ConfigError(
                 "verify_lossless cannot check sampling.acceptance=rejection at a temperature: its text depends on the drafter; leave one out"
             )
+        if not config.output.token_ids:
+            raise ConfigError("verify_lossless compares token ids, and output.token_ids=false leaves them out; leave one out")
         if config.draft.simulate_acceptance_length is not None:
             raise ConfigError("verify_lossless cannot check draft.simulate_acceptance_length: simulated text is not the target's; leave one out")
 

@@ -129,7 +129,7 @@ def test_settings_are_refused_as_on_the_command_line(options: dict[str, Any], me
 
 def test_what_is_no_prompt_is_refused() -> None:
     for wrong in (3, None, ["a", "b"], [1.5], [True]):
-        with pytest.raises(DataError, match="^prompt 1: must be a text, token ids, chat messages or a row with one of these, got "):
+        with pytest.raises(DataError, match=r"^prompt 1: must be a text, token ids, chat messages or a row with one of these, got "):
             toy(["w10", wrong])
 
 
@@ -185,19 +185,19 @@ def test_an_aborted_prompt_never_comes_back() -> None:
 
 
 def test_an_engine_refuses_what_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="^task: Engine takes model, draft, sampling, engine, data$"):
+    with pytest.raises(ConfigError, match=r"^task: Engine takes model, draft, sampling, engine, data$"):
         specgen.Engine({"task": {}})
     with pytest.raises(ConfigError, match="on_duplicate_id"):
         specgen.Engine({**SETTINGS, "data": {"on_duplicate_id": "keep"}})
     engine = specgen.Engine(SETTINGS)
     with pytest.raises(ConfigError, match=r"^sampling.max_token: add\(\) takes max_tokens,"):
         engine.add("w10", {"max_token": 3})
-    with pytest.raises(ConfigError, match="^sampling.temperature must be 0"):
+    with pytest.raises(ConfigError, match=r"^sampling.temperature must be 0"):
         engine.add("w10", {"temperature": 1e-9})
     with pytest.raises(DataError, match="the prompt has 300 tokens and the context limit is 256"):
         engine.add([10] * 300)
     engine.add({"id": 7, "prompt": "w10"})
-    with pytest.raises(DataError, match="^id 7 is still running"):
+    with pytest.raises(DataError, match=r"^id 7 is still running"):
         engine.add({"id": 7, "prompt": "w10"})
     assert drained(engine) == {(7, 0): END}
     engine.close()

@@ -30,7 +30,9 @@ def loaded() -> Loaded:
     return load(measure.job("none", 1, 0.0).model)
 
 
-def config_of(method: str, topk: int, temperature: float, *, steps: int = 4, tokens: int = 96, batch: int = 32, overlap: str = "0", seed: int = 0) -> Any:
+def config_of(
+    method: str, topk: int, temperature: float, *, steps: int = 4, tokens: int = 96, batch: int = 32, overlap: str = "0", seed: int = 0
+) -> Any:
     config = measure.job(method, topk, temperature, seed)
     config.draft.num_steps, config.sampling.max_tokens = steps, tokens
     config.engine.max_batch, config.engine.overlap = batch, overlap

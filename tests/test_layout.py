@@ -22,7 +22,7 @@ LEVELS = [
     {"specgen.engine"},
     {"specgen.validate", "specgen.job"},
     {"specgen.loading", "specgen.interrupts"},
-    {"specgen.record"},
+    {"specgen.record", "specgen.replay"},
     {"specgen.run", "specgen.folders", "specgen.overrides", "specgen.usage", "specgen.embedded"},
     {"specgen.compose", "specgen.launch", "specgen.resuming", "specgen.api"},
     {"specgen.cli"},

@@ -72,7 +72,9 @@ def test_a_greedy_rows_values_are_undivided_beside_sampled_rows() -> None:
     assert values(greedy) == pytest.approx([math.log(0.5)] * 6, abs=1e-5)
 
 
-@pytest.mark.parametrize(("draft", "topk", "steps"), [("draft_model:rand_draft", 1, 4), ("draft_model:rand_draft", 3, 3), ("eagle:eagle1_stirred", 2, 2)])
+@pytest.mark.parametrize(
+    ("draft", "topk", "steps"), [("draft_model:rand_draft", 1, 4), ("draft_model:rand_draft", 3, 3), ("eagle:eagle1_stirred", 2, 2)]
+)
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.8, seed=7, top_p=0.9, repetition_penalty=1.3, min_tokens=20)],

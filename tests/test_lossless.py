@@ -16,7 +16,9 @@ from tests.oracles import Recompute
 from tests.toys import expected_rand
 
 PROMPTS = [row["prompt_ids"] for row in expected_rand()]
-LAW = SamplingParams(max_tokens=24, temperature=0.9, seed=3, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias=((7, 1.0),), min_tokens=8)
+LAW = SamplingParams(
+    max_tokens=24, temperature=0.9, seed=3, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias=((7, 1.0),), min_tokens=8
+)
 LONG = SamplingParams(max_tokens=190, temperature=1.0, seed=1, ignore_eos=True)
 
 
@@ -94,7 +96,7 @@ def turn_of(output: list[int], finish: str = "length", **options: Any) -> Turn:
     ("bias", "kind"), [(4.0, NEAR_TIE), (4.0 - 2**-20, DIFFERENT), (3.0, DIFFERENT)], ids=["a tie", "more than the rounding", "not even close"]
 )
 def test_a_difference_is_a_near_tie_only_within_the_measured_rounding(bias: float, kind: str) -> None:
-    """Token 31 has logit 8 after 30 and token 38 has 4: a bias brings them together. The toy's forwards round alike, so nothing else is allowed for."""
+    """Token 31 has logit 8 after 30 and token 38 has 4: a bias brings them together. The toy's forwards round alike, so only a tie is excused."""
     turn = turn_of([38, 30, 31, 32], logit_bias=((38, bias),))
     verdict = check_turn(turn, replay_engine("target"), nodes=4, batch=8)
     assert verdict.kind == kind and verdict.position == 0 and verdict.e == 0.0

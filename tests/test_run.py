@@ -134,9 +134,7 @@ def test_an_input_without_rows_is_refused_before_anything_is_left_behind(capsys:
         assert not Path("o").exists()
 
 
-def test_what_the_first_row_shows_is_refused_before_the_weights_are_read(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_first_row_shows_is_refused_before_the_weights_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the weights were read"))
     monkeypatch.setattr(loading, "_last", None)
     assert start("o", *toy(), *lines([{"prompt": "w10"}]), "data.system_prompt=w11") == 2

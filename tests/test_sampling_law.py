@@ -341,8 +341,14 @@ def _family_reference() -> str:
 
 @pytest.mark.parametrize(
     ("method", "topk", "steps", "batch", "shuffled"),
-    [("none", 1, 0, 6, True), ("draft_model", 1, 3, 6, True), ("eagle", 1, 4, 4, False), ("eagle", 3, 2, 6, True), ("eagle3", 2, 3, 6, False)]
-    + [("ngram", 1, 3, 2, True)],
+    [
+        ("none", 1, 0, 6, True),
+        ("draft_model", 1, 3, 6, True),
+        ("eagle", 1, 4, 4, False),
+        ("eagle", 3, 2, 6, True),
+        ("eagle3", 2, 3, 6, False),
+        ("ngram", 1, 3, 2, True),
+    ],
 )
 def test_the_whole_law_gives_one_text_on_the_embedded_family(method: str, topk: int, steps: int, batch: int, shuffled: bool) -> None:
     assert _family_run(method, topk, steps, batch, shuffled) == _family_reference()

@@ -25,11 +25,9 @@ class SamplingRows:
 
     temperature, top_p, min_p [B] float32; top_k [B] int32; keys [B, 2] int32 (bit patterns of the Philox key); t [B] int32: the noise position of the
     token after the root. ``features`` names what any row needs: ``sampled`` (some temperature above 0), ``filters`` (top-k, top-p or min-p).
-    vocab_limit: ids at or above it are never drawn. slots [B] int64: the rows' lines in the tables of the law. ``law``: those tables, or None
-    where no row
-    changes its logits; ``masks``: what a drafter applies of them, bias and hard masks. out_len [B] int32: output tokens up to and with the root,
-    given
-    when some row has ``min_tokens``.
+    vocab_limit: ids at or above it are never drawn. slots [B] int64: the rows' lines in the tables of the law. ``law``: those tables, or None where
+    no row changes its logits; ``masks``: what a drafter applies of them, bias and hard masks. out_len [B] int32: output tokens up to and with the
+    root, given when some row has ``min_tokens``.
     """
 
     temperature: Tensor
@@ -53,8 +51,7 @@ class SamplingRows:
         """A drafter's logits [n, Vd] after the root's descendants at ``depth``, as the law's bias and hard masks leave them.
 
         Each of the B rows has n / B lines in a row. ``id_map`` [Vd]: target ids of the columns, or None. Ids that f never draws are cut off or
-        masked, so
-        that drafts are not spent on them. The lines may be changed in place.
+        masked, so that drafts are not spent on them. The lines may be changed in place.
         """
         if id_map is None and logits.shape[1] > self.vocab_limit:
             logits = logits[:, : self.vocab_limit]
@@ -167,8 +164,7 @@ class Drafter:
 
     def share(self, source: int, target: int, length: int) -> None:
         """Row ``target`` takes over the first ``length`` prompt tokens of row ``source``, with the pages that hold their KV, and will prefill the
-        rest.
-        Copy what state per slot those tokens left."""
+        rest. Copy what state per slot those tokens left."""
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft | None:
         """Propose up to ``num_steps`` tokens after each root; None means a draft of length zero."""

@@ -153,8 +153,9 @@ Weights are bfloat16. Drafters read the target's embeddings, and its output matr
 
 ## Acceptance
 
-By the engine, on the {engine_rows} embedded prompts (`prompts.jsonl`), at most {engine_tokens} tokens each, {engine_dtype} on a CPU, num_steps {engine_steps}.
-Tokens per decode step, the bonus token included; steps without a draft count, so that prompt lookup, which often has none, compares.
+By the engine, on the {engine_rows} embedded prompts (`prompts.jsonl`), at most {engine_tokens} tokens each, {engine_dtype} on a CPU,
+num_steps {engine_steps}. Tokens per decode step, the bonus token included; steps without a draft count, so that prompt lookup, which often
+has none, compares.
 `python -m specgen.embedded.measure` writes this table.
 
 | | T = 0, topk 1 | T = 0, topk 4 | T = 0.8, topk 1 | T = 0.8, topk 4 |
@@ -170,8 +171,8 @@ exists. These are files the target never saw, but of the library it was trained 
 
 ## The target's training
 
-Held-out loss, nats a token, after the same steps on the same batches by our loop (dropout {dropout}) and by transformers' Trainer (AdamW, cosine schedule, no dropout).
-Ours ends at {held_loss}; the Trainer's best is {reference_loss}, after which it overfits.
+Held-out loss, nats a token, after the same steps on the same batches by our loop (dropout {dropout}) and by transformers' Trainer
+(AdamW, cosine schedule, no dropout). Ours ends at {held_loss}; the Trainer's best is {reference_loss}, after which it overfits.
 
 | step | ours | Trainer |
 |---|---|---|
@@ -179,8 +180,8 @@ Ours ends at {held_loss}; the Trainer's best is {reference_loss}, after which it
 
 ## Text
 
-Repeated 4-grams (share of a text's 4-grams that occurred earlier in it), {engine_tokens} tokens over the embedded prompts: {repeat_0} at T = 0, {repeat_8} at T = 0.8
-(all rows together; at T = 0.8 the mean over seeds 0 to 4).
+Repeated 4-grams (share of a text's 4-grams that occurred earlier in it), {engine_tokens} tokens over the embedded
+prompts: {repeat_0} at T = 0, {repeat_8} at T = 0.8 (all rows together; at T = 0.8 the mean over seeds 0 to 4).
 
 ## Limits
 

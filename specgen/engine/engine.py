@@ -89,8 +89,7 @@ class Engine:
             raise ConfigError(f"sampling.logprobs={logprobs} is more than the {self.vocab_limit} ids the model can write")
         self.top = logprobs
         self.tap: Callable[[Tensor], None] | None = None  # sees the logits of every draw (the lossless check; eager engines only)
-        if engine.deterministic:
-            target.make_deterministic()
+        target.make_deterministic(engine.deterministic)
         max_batch = engine.max_batch or DEFAULT_MAX_BATCH.get(self.device.type, 32)
         self.reserve = spec_reserve(
             [self.num_steps], self.topk, [drafter.num_draft_tokens], [drafter.slots(self.num_steps)], drafter.lead, self.overlap

@@ -1,7 +1,7 @@
 """The tables of the law f by slot: penalties, bias and masks, allocated when the first row that needs them is queued.
 
-Boundary: turns a request's sampling parameters into lines of ``kernels.reference_sampling.LawTables`` and keeps them right from admission on; how they
-change logits is ``kernels.law``. A row without a feature has neutral values in its tables, so a job may mix rows freely.
+Boundary: turns a request's sampling parameters into lines of ``kernels.reference_sampling.LawTables`` and keeps them right from admission on; how
+they change logits is ``kernels.law``. A row without a feature has neutral values in its tables, so a job may mix rows freely.
 """
 
 from __future__ import annotations

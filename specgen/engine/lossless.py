@@ -1,7 +1,8 @@
 """The lossless check: finished rows replayed one at a time without a draft, and judged at the first token that differs.
 
-Boundary: requests and ids in, verdicts out; which rows are drawn from a run, and their prompts, is the caller's. Floating point may break a tie another
-way when a forward runs over other shapes: such a difference is a near-tie. Every other difference means that something besides the target chose a token.
+Boundary: requests and ids in, verdicts out; which rows are drawn from a run, and their prompts, is the caller's. Floating point may break a tie
+another way when a forward runs over other shapes: such a difference is a near-tie. Every other difference means that something besides the target
+chose a token.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a row compares with its replay. ``position``: output index of the first difference. ``gap``: between the two tokens' scores there, in logits
-    (perturbed by the row's noise at a temperature); None where one text merely ends before the other. ``e``: the rounding allowed for."""
+    """How a row compares with its replay. ``position``: output index of the first difference. ``gap``: between the two tokens' scores there, in
+    logits (perturbed by the row's noise at a temperature); None where one text merely ends before the other. ``e``: the rounding allowed for."""
 
     kind: str
     position: int | None = None
@@ -64,8 +65,8 @@ def draw_rows(keys: Sequence[tuple[int, int]], count: int, seed: int) -> list[tu
 def check_rows(rows: Sequence[Sequence[Turn]], engine: Engine, *, nodes: int, batch: int) -> dict[str, float | int | None]:
     """Replay rows, each its turns in order, on a plain engine: {checked, equal, near_tie, different, worst_gap}.
 
-    engine: no draft, one slot, overlap 0, no graphs. nodes, batch: draft nodes and rows of the run's verify steps, for e. A row's verdict is that of its
-    first turn that is not equal. worst_gap: the largest gap of near-ties and differences in logits, None when there is none.
+    engine: no draft, one slot, overlap 0, no graphs. nodes, batch: draft nodes and rows of the run's verify steps, for e. A row's verdict is that of
+    its first turn that is not equal. worst_gap: the largest gap of near-ties and differences in logits, None when there is none.
     """
     assert engine.max_batch == 1 and engine.overlap == 0 and engine.graphs is None and engine.num_steps == 0
     counts = {EQUAL: 0, NEAR_TIE: 0, DIFFERENT: 0}
@@ -110,8 +111,8 @@ def judge(zs: Tensor, ours: int, theirs: int, request: Request, position: int, l
     """Whether rounding explains that one run drew ``ours`` (the replay) and the other ``theirs`` at output ``position``.
 
     zs [R, V] float32: the logits there after steps 1 to 3 of f, as R forwards of other shapes compute them, the replay's first. e = 2 x the largest
-    difference between any two of them over the best 64 ids, at most ``largest_e``. A near-tie: the gap of the two scores, perturbed at a temperature, is at
-    most e / T (T = 0: e), or one of the two tokens crosses a border of the kept set when logits move by e.
+    difference between any two of them over the best 64 ids, at most ``largest_e``. A near-tie: the gap of the two scores, perturbed at a temperature,
+    is at most e / T (T = 0: e), or one of the two tokens crosses a border of the kept set when logits move by e.
     """
     s, z = request.sampling, zs[0]
     best = z.topk(min(COMPARED_IDS, z.shape[0])).indices
@@ -132,7 +133,7 @@ def judge(zs: Tensor, ours: int, theirs: int, request: Request, position: int, l
 
 
 def _crosses_border(z: Tensor, token: int, e: float, s: SamplingParams) -> bool:
-    """Whether ``token`` is in the kept set of some logits within ``e`` of z [V] and outside it in others: it alone moved, and all others against it."""
+    """Whether ``token`` is in the kept set of some logits within ``e`` of z [V] and not of others: it alone moved, or all others against it."""
     if not (s.top_k or s.top_p < 1 or s.min_p):
         return False
     alone = torch.zeros_like(z)
@@ -198,7 +199,7 @@ def _replayed_logits(request: Request, position: int, engine: Engine) -> Tensor:
 
 
 def window_logits(target: Target, ids: list[int], width: int, copies: int, page: int) -> Tensor:
-    """Logits [V] after ``ids``, as the last node of a chain of ``width`` nodes, in a step of ``copies`` equal rows; the KV before it from one prefill."""
+    """Logits [V] after ``ids``: of the last node of a chain of ``width``, in a step of ``copies`` equal rows, over the KV of one prefill."""
     width = min(width, len(ids))
     known, device = len(ids) - width, target.device
     pages = -(-len(ids) // page)

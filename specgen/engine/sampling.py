@@ -90,8 +90,8 @@ def draw(logits: Tensor, sampling: SamplingRows, depth: Tensor) -> Tensor:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, path: Tensor | None, sampling: SamplingRows, top: int) -> Tensor:
-    """Log-probabilities of a committed run, [B, W, 1 + 2 * top] int32: float32 bit patterns of the run's tokens' and of the best ``top`` ids', then these
-    ids.
+    """Log-probabilities of a committed run, [B, W, 1 + 2 * top] int32: float32 bit patterns of the run's tokens' and of the best ``top`` ids', then
+    these ids.
 
     logits [B * D, V] after ``adjust``; tokens [B, W] int32 (-1 beyond the run, whose values mean nothing); path [B, W] int32 node numbers, None for a
     chain, whose first W nodes they are. log_softmax of logits / T (as they are where T = 0), before the filters; best first, ties to the lowest id.

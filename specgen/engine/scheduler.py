@@ -21,7 +21,7 @@ from specgen.engine.rows import DeviceRows
 from specgen.engine.sampling import logprob_entries
 from specgen.engine.text import OutputText
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
-from specgen.types import Request
+from specgen.types import Request, SamplingParams
 
 # A step's finish codes, by number (``kernels.reference_step``).
 FINISH_NAMES = (None, "stop", "length", "context", "error")
@@ -93,6 +93,7 @@ class Scheduler:
         self.prefilled_tokens = 0  # prompt tokens run through the models, over the engine's life
         self.decoded_tokens = 0  # tokens kept from decode steps, over the engine's life
         self._finished_early: list[Request] = []
+        self._sound: SamplingParams | None = None  # the last parameters found sound
         self._free_slots = list(range(max_batch, 0, -1))
         self._committed = np.zeros(max_batch + 1, np.int64)
         self._slot_array = np.zeros(max_batch, np.int64)
@@ -116,7 +117,7 @@ class Scheduler:
             fail(request, "ContextError", f"a prompt of {prompt} tokens leaves no room to generate: 1 to {self.max_length - 1} fit model.max_length")
         elif request.sampling.stop and self.text.tokenizer is None:
             fail(request, "ConfigError", "sampling.stop needs the model's tokenizer, and there is none: give sampling.stop_token_ids instead")
-        elif (why := complaint(request.sampling, self.stop_ids(request), self.vocab_limit, self.law.vocab_size)) is not None:
+        elif (why := self._complaint(request)) is not None:
             fail(request, "ConfigError", why)
         elif need > self.pages.num_pages - 1:
             room = (self.pages.num_pages - 1) * self.pages.page_size
@@ -125,6 +126,15 @@ class Scheduler:
             self._finished_early.append(request)
         else:
             self.waiting.append(request)
+
+    def _complaint(self, request: Request) -> str | None:
+        """Why a row's law cannot be applied. Most rows have the job's own parameters, the same object, which are looked at once."""
+        if request.sampling is self._sound:
+            return None
+        why = complaint(request.sampling, self.stop_ids(request), self.vocab_limit, self.law.vocab_size)
+        if why is None:
+            self._sound = request.sampling
+        return why
 
     @property
     def has_work(self) -> bool:
@@ -184,8 +194,8 @@ class Scheduler:
         return True
 
     def _shared_pages(self, request: Request) -> int:
-        """How many pages the samples of this prompt have in common: the full ones before its last token, where a drafter's KV begins to depend on what
-        was sampled."""
+        """How many pages the samples of this prompt have in common: the full ones before its last token, where a drafter's KV begins to depend on
+        what was sampled."""
         if request.sampling.n == 1:
             return 0
         return max(0, len(request.prompt.token_ids) - 1 - self.drafter.tail) // self.pages.page_size
@@ -282,7 +292,7 @@ class Scheduler:
     # -- what a step meant ----------------------------------------------------------------------------------------------------------------
 
     def retire_prefill(self, finals: list[tuple[Request, int]], result: np.ndarray, logprobs: np.ndarray | None = None) -> list[Request]:
-        """Take the sampled first tokens. result [F, 2] int32: token (-1: logits not finite), finish code. logprobs [F, 1, .]: ``sampling.logprobs``."""
+        """Take the sampled first tokens. result [F, 2] int32: token (-1: logits not finite), finish code. logprobs [F, 1, .], or None."""
         done = []
         for i, ((request, epoch), (token, finish)) in enumerate(zip(finals, result.tolist(), strict=True)):
             if request.done or request.epoch != epoch or request.output_ids:

@@ -19,7 +19,6 @@ from torch import Tensor
 from specgen.errors import CheckpointError
 from specgen.kernels import ops
 from specgen.models.attention import KvShape, attend
-from specgen.models.prefetch import WeightPrefetch
 from specgen.models.rope import RopeTable
 from specgen.types import Layout
 
@@ -179,13 +178,10 @@ def project_qkv(
     k_pool: Tensor,
     v_pool: Tensor,
     deterministic: bool = False,
-    ahead: WeightPrefetch | None = None,
 ) -> Tensor:
     """QKV matmul, q/k norm, RoPE; K and V go to the pool at ``layout.slots``. x [T, attn_input] -> q [T, H, D]."""
     spec = layer.spec
     qkv = ops.linear(x_TE, layer.qkv, layer.qkv_bias, deterministic=deterministic)
-    if ahead is not None:
-        ahead.start("o", layer.o)
     return ops.rope_write_kv(
         qkv,
         layer.rope.cos,
@@ -204,25 +200,17 @@ def project_qkv(
     )
 
 
-def finish_layer(
-    layer: DecoderLayer, attn_THD: Tensor, residual_TE: Tensor, deterministic: bool = False, ahead: WeightPrefetch | None = None
-) -> tuple[Tensor, Tensor]:
+def finish_layer(layer: DecoderLayer, attn_THD: Tensor, residual_TE: Tensor, deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """Output projection, norms and MLP. attn [T, H, D], residual [T, E] -> (x, residual), the stream after the layer being their sum."""
     spec = layer.spec
     x = ops.linear(attn_THD.reshape(attn_THD.shape[0], -1), layer.o, layer.o_bias, deterministic=deterministic)
-    if ahead is not None:
-        ahead.start("gate_up", layer.gate_up)
     if layer.post_attn_norm is not None:
         x = ops.rms_norm(x, layer.post_attn_norm, spec.eps, spec.plus_one)
     x, residual = ops.add_rms_norm(x, residual_TE, layer.mlp_norm, spec.eps, spec.plus_one)
-    gelu = spec.activation == "gelu_pytorch_tanh"
-    if ahead is None and not gelu:
-        x = ops.linear_silu_mul(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
+    if spec.activation == "gelu_pytorch_tanh":
+        x = ops.gelu_tanh_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic))
     else:
-        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
-        if ahead is not None:
-            ahead.start("down", layer.down)
-        x = ops.gelu_tanh_mul(gate_up) if gelu else ops.silu_mul(gate_up)
+        x = ops.linear_silu_mul(x, layer.gate_up, layer.gate_up_bias, deterministic=deterministic)
     x = ops.linear(x, layer.down, layer.down_bias, deterministic=deterministic)
     if layer.post_mlp_norm is not None:
         x = ops.rms_norm(x, layer.post_mlp_norm, spec.eps, spec.plus_one)
@@ -238,7 +226,6 @@ def run_layer(
     v_pool: Tensor,
     page_size: int,
     deterministic: bool = False,
-    ahead: WeightPrefetch | None = None,
     tail: Tail | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One layer on an attention input that is already normed: x [T, attn_input], residual [T, E] -> (x, residual).
@@ -248,8 +235,8 @@ def run_layer(
     ``tail``: every token writes its K and V, but only one a row goes on; the results are then [B, E].
     """
     spec = layer.spec
-    q = project_qkv(layer, x_TE, layout, k_pool, v_pool, deterministic, ahead)
+    q = project_qkv(layer, x_TE, layout, k_pool, v_pool, deterministic)
     if tail is not None:
         q, residual_TE, layout = q.index_select(0, tail.index), residual_TE.index_select(0, tail.index), tail.layout
     attn = attend(q, k_pool, v_pool, layout, page_size, spec.scale, spec.window, spec.softcap, deterministic=deterministic)
-    return finish_layer(layer, attn, residual_TE, deterministic, ahead)
+    return finish_layer(layer, attn, residual_TE, deterministic)

@@ -18,7 +18,6 @@ from specgen.kernels import ops
 from specgen.models.attention import KvPool, KvShape, kv_bytes_per_token
 from specgen.models.decoder import DecoderLayer, input_norm, run_layer
 from specgen.models.fuse import Plan
-from specgen.models.prefetch import WeightPrefetch, active
 from specgen.models.rope import RopeTable, config_rope_table
 from specgen.types import Layout
 
@@ -88,8 +87,9 @@ class Target(ABC):
         """hidden [n, E] after the final norm -> logits [n, V] in the model's dtype, the model's own capping and scaling included."""
 
     @abstractmethod
-    def make_deterministic(self) -> None:
-        """From now on a row's result is the same bits whatever stands beside it and however its prompt is chunked; ConfigError if that cannot be."""
+    def make_deterministic(self, on: bool = True) -> None:
+        """From now on a row's result is the same bits whatever stands beside it and however its prompt is chunked (``on`` False: need not be);
+        ConfigError if that cannot be."""
 
     def make_pool(self, num_pages: int, page_size: int) -> KvPool:
         """A zeroed pool for this model's layers; page 0 is scratch."""
@@ -119,7 +119,6 @@ class FusedTarget(Target):
         self._head = self._embed if config.tie_word_embeddings else torch.empty_like(self._embed)
         self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
         self.layers = [DecoderLayer.empty(spec, self.ropes[kind], device, dtype) for spec, kind in zip(plan.layers, plan.rope_types, strict=True)]
-        self._prefetch = WeightPrefetch(device) if device.type == "cuda" else None
         # The scale is rounded to the model's dtype, as the checkpoint was trained.
         self._scale = None if plan.embed_scale is None else float(torch.tensor(plan.embed_scale, dtype=dtype))
 
@@ -148,33 +147,22 @@ class FusedTarget(Target):
         x = ops.embed(ids, self._embed)
         return x if self._scale is None else x * self._scale
 
-    def make_deterministic(self) -> None:
-        self.deterministic = True
+    def make_deterministic(self, on: bool = True) -> None:
+        self.deterministic = on
 
     def forward(self, ids: Tensor, layout: Layout, pool: KvPool, aux_layers: tuple[int, ...] = (), prenorm: bool = False) -> Hidden:
-        width = self.hidden_size
-        aux = torch.empty(ids.shape[0], len(aux_layers) * width, device=self.device, dtype=self.dtype) if aux_layers else None
-
-        def keep(index: int, stream: Tensor) -> None:
-            # Copied at once: the next norm may add into this buffer.
-            for place, wanted in enumerate(aux_layers):
-                if wanted == index and aux is not None:
-                    aux[:, place * width : (place + 1) * width].copy_(stream)
+        streams: dict[int, Tensor] = {}  # each norm makes a new stream, so one kept here stays as it is
 
         x, residual = self.embed(ids), None
-        ahead = None if self.deterministic else active(self._prefetch, ids.shape[0])
         for index, layer in enumerate(self.layers):
             normed, stream = input_norm(layer, x, residual)
-            keep(index, stream)
-            x, residual = run_layer(layer, normed, stream, layout, *pool.layer(index), pool.page_size, self.deterministic, ahead)
-            if ahead is not None:
-                following = self.layers[index + 1] if index + 1 < self.num_layers else None
-                ahead.start("qkv" if following else "head", following.qkv if following else self._head)
-        if ahead is not None:
-            ahead.join(self.device)
+            if index in aux_layers:
+                streams[index] = stream
+            x, residual = run_layer(layer, normed, stream, layout, *pool.layer(index), pool.page_size, self.deterministic)
         first = self.plan.layers[0]
         last, stream = ops.add_rms_norm(x, residual, self.norm, first.eps, first.plus_one)
-        keep(self.num_layers, stream)
+        streams[self.num_layers] = stream
+        aux = torch.cat([streams[index] for index in aux_layers], 1) if aux_layers else None
         return Hidden(last, stream if prenorm else None, aux)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
     python -m tests.faults.kill --kills 200
 
-Boundary: real jobs in processes of their own, on a toy model; a kill is SIGKILL. After a kill the last line may be cut at any byte, or followed by bytes
-that never were a row, as a power failure leaves it. At the end of each run the (index, sample), ids, tokens, texts, errors and meta must be those of
-the uninterrupted run, once each.
+Boundary: real jobs in processes of their own, on a toy model; a kill is SIGKILL. After a kill the last line may be cut at any byte, or followed by
+bytes that never were a row, as a power failure leaves it. At the end of each run the (index, sample), ids, tokens, texts, errors and meta must be
+those of the uninterrupted run, once each.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def campaign(
                     result.kills += 1
                     result.moments[moment(folder, len(expected))] += 1
                     result.torn[tear(folder, draw)] += form == "jsonl"
-                    resumable = (folder / ".hydra" / "hydra.yaml").exists()
+                    resumable = (folder / ".hydra").exists()
                     if not resumable:  # killed before the job was accepted: there is nothing to go on with
                         shutil.rmtree(folder, ignore_errors=True)
                     arguments = [f"resume={folder}"] if resumable else fresh

@@ -1,7 +1,7 @@
 """A process that has imported everything and forks one job for each line it reads, so that a job starts in a fraction of a second.
 
-Boundary: the job itself is ``specgen.cli.main`` in a child of its own, with nothing loaded that a job loads. Lines in: a JSON list, the log file and the
-arguments. Lines out: the child's process id, then its exit status as ``waitstatus_to_exitcode`` gives it.
+Boundary: the job itself is ``specgen.cli.main`` in a child of its own, with nothing loaded that a job loads. Lines in: a JSON list, the log file and
+the arguments. Lines out: the child's process id, then its exit status as ``waitstatus_to_exitcode`` gives it.
 """
 
 from __future__ import annotations
