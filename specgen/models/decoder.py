@@ -230,8 +230,7 @@ def run_layer(
 ) -> tuple[Tensor, Tensor]:
     """One layer on an attention input that is already normed: x [T, attn_input], residual [T, E] -> (x, residual).
 
-    ``residual`` may be overwritten. k_pool and v_pool [N, HK, D] are this layer's. ``deterministic``: batch-invariant kernels. ``ahead``: weight
-    prefetch.
+    ``residual`` may be overwritten. k_pool and v_pool [N, HK, D] are this layer's. ``deterministic``: batch-invariant kernels.
     ``tail``: every token writes its K and V, but only one a row goes on; the results are then [B, E].
     """
     spec = layer.spec
