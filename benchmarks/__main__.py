@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
     parser.add_argument("--only", help="names to run, separated by commas")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=1000, help="timed calls of a micro-benchmark (1000)")
     parser.add_argument("--steps", type=int, help="steps of step_latency (2000 on CUDA, 256 on CPU)")
     options = parser.parse_args(arguments)
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         for name, summary in COMMANDS.items():
             print(f"{name:<17} {summary}; python -m benchmarks {name} --help")
         return []
-    device = torch.device(options.device)
+    device = torch.device("cuda:0" if options.device == "cuda" else options.device)
     settings = Settings(device, options.repeats, options.steps or (2000 if device.type == "cuda" else 256))
     rows: list[Row] = []
     for name in selected(options.only):

@@ -180,6 +180,14 @@ CANDIDATES = (
 )
 
 
+# What the in-layer tuning of ``models/tune.py`` tries against cuBLAS: best on an H200 over 1 to 32 tokens of an 8B's shapes.
+STEP_CANDIDATES = (
+    LinearConfig(64, 128, 1, 4, 5, swap=True),
+    LinearConfig(64, 128, 4, 4, 4, swap=True),
+    LinearConfig(64, 256, 2, 4, 3, swap=True),
+)
+
+
 def stream_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, config: LinearConfig = CANDIDATES[0], gated: bool = False
 ) -> Tensor:
@@ -216,14 +224,25 @@ def _launch(
     extra = pdl_options(x.device)
     even = depth % config.block_k == 0
     size = min(config.prefetch, share * x.element_size())
-    _linear_kernel[(tiles[0] * split, tiles[1])](
-        x, weight, out if bias is None else bias, out if residual is None else residual, out, part,
-        arrival_counters(x.device) if split > 1 else out, tokens, columns, depth, x.stride(0), weight.stride(0),
-        0 if residual is None else residual.stride(0), share, size,
-        BM=block_m, BN=config.block_n, BK=config.block_k, SPLIT=split, CHUNKED=chunked, SWAP=config.swap, EVEN=even, GATED=gated,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        PREFETCH=size > 0 and even and extra["PDL"], num_warps=config.num_warps, num_stages=config.num_stages, **extra,
-    )  # fmt: skip
+    fit = (config, block_m, x.dtype, gated)
+    stages = _stages.get(fit, config.num_stages)
+    while True:
+        try:
+            _linear_kernel[(tiles[0] * split, tiles[1])](
+                x, weight, out if bias is None else bias, out if residual is None else residual, out, part,
+                arrival_counters(x.device) if split > 1 else out, tokens, columns, depth, x.stride(0), weight.stride(0),
+                0 if residual is None else residual.stride(0), share, size,
+                BM=block_m, BN=config.block_n, BK=config.block_k, SPLIT=split, CHUNKED=chunked, SWAP=config.swap, EVEN=even, GATED=gated,
+                HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+                PREFETCH=size > 0 and even and extra["PDL"], num_warps=config.num_warps, num_stages=stages, **extra,
+            )  # fmt: skip
+            break
+        except triton.runtime.errors.OutOfResources:
+            # More rows need more shared memory a stage: a shallower pipeline computes the same sums.
+            if stages <= 2:
+                raise
+            stages -= 1
+    _stages[fit] = stages
     return out
 
 
@@ -240,11 +259,42 @@ def deterministic_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
 
 
 _table: dict[str, LinearConfig | None] = {}
+_stages: dict[Any, int] = {}  # pipeline depths that fit, once found
 
 
 def _key(tokens: int, columns: int, depth: int, dtype: torch.dtype, gated: bool) -> str:
     bucket = next(b for b in _BUCKETS if tokens <= b)
     return f"{columns}x{depth}{'g' if gated else ''}:{bucket}:{str(dtype).removeprefix('torch.')}"
+
+
+def bucket_of(tokens: int) -> int:
+    """The table's bucket that ``tokens`` <= 64 falls into."""
+    return next(b for b in _BUCKETS if tokens <= b)
+
+
+def table_key(tokens: int, weight: Tensor, gated: bool) -> str:
+    """The table's name for a weight [N, K] with that many tokens."""
+    return _key(tokens, weight.shape[0], weight.shape[1], weight.dtype, gated)
+
+
+def device_label(device: torch.device) -> str:
+    """What a measured choice depends on besides the shape."""
+    return f"{torch.cuda.get_device_name(device)} / triton {triton.__version__}"
+
+
+def config_from(fields: dict[str, Any] | None) -> LinearConfig | None:
+    """A configuration from its stored fields; None is cuBLAS."""
+    return None if fields is None else LinearConfig(**fields)
+
+
+def set_choices(choices: dict[str, LinearConfig | None]) -> None:
+    """Enter choices by ``table_key``."""
+    _table.update(choices)
+
+
+def choice(key: str) -> LinearConfig | None:
+    """The choice of a key; None is cuBLAS."""
+    return _table.get(key)
 
 
 def _choice(x: Tensor, weight: Tensor, gated: bool) -> LinearConfig | None:
@@ -329,7 +379,7 @@ def tune_linear(
     """
     if INTERPRETED or device.type != "cuda":
         return {}
-    label = f"{torch.cuda.get_device_name(device)} / triton {triton.__version__}"
+    label = device_label(device)
     known: dict[str, Any] = json.loads(cache_file.read_text()) if cache_file is not None and cache_file.exists() else {}
     mine: dict[str, Any] = known.setdefault(label, {})
     filled: dict[str, LinearConfig | None] = {}

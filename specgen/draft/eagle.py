@@ -27,6 +27,7 @@ from specgen.models.decoder import DecoderLayer, LayerSpec, Tail, build_layer, r
 from specgen.models.loader import read_tensors
 from specgen.models.rope import config_rope_table
 from specgen.models.target import Hidden, Target
+from specgen.models.tune import LayerTuner
 from specgen.types import Layout
 
 
@@ -111,6 +112,7 @@ class LayeredHead:
         self.layers = layers
         self.feed_size = target.hidden_size
         self.own_embed: Tensor | None = None
+        self.tuner = LayerTuner()
 
     @property
     def table(self) -> Tensor:
@@ -258,6 +260,8 @@ class Eagle3Head(LayeredHead):
     def forward(self, ids: Tensor, feed: Tensor | None, layout: Layout, pool: KvPool, tail: Tail | None = None) -> tuple[Tensor, Tensor]:
         assert feed is not None
         layer = self.layers[0]
+        if layout.cu_q is None:
+            self.tuner.ensure(self.layers, ids.shape[0] if tail is None else tail.index.shape[0])
         assert layer.attn_norm is not None
         start = "normed" if self.norm_before_residual else "plain"
         x, residual = ops.pair_input(ids, self.table, feed, layer.attn_norm, self.hidden_norm, self.eps, residual=start)

@@ -19,6 +19,7 @@ from specgen.models.attention import KvPool, KvShape, kv_bytes_per_token
 from specgen.models.decoder import DecoderLayer, input_norm, run_layer
 from specgen.models.fuse import Plan
 from specgen.models.rope import RopeTable, config_rope_table
+from specgen.models.tune import LayerTuner
 from specgen.types import Layout
 
 
@@ -119,6 +120,7 @@ class FusedTarget(Target):
         self._head = self._embed if config.tie_word_embeddings else torch.empty_like(self._embed)
         self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
         self.layers = [DecoderLayer.empty(spec, self.ropes[kind], device, dtype) for spec, kind in zip(plan.layers, plan.rope_types, strict=True)]
+        self._tuner = LayerTuner()
         # The scale is rounded to the model's dtype, as the checkpoint was trained.
         self._scale = None if plan.embed_scale is None else float(torch.tensor(plan.embed_scale, dtype=dtype))
 
@@ -151,6 +153,8 @@ class FusedTarget(Target):
         self.deterministic = on
 
     def forward(self, ids: Tensor, layout: Layout, pool: KvPool, aux_layers: tuple[int, ...] = (), prenorm: bool = False) -> Hidden:
+        if layout.cu_q is None and not self.deterministic:
+            self._tuner.ensure(self.layers, ids.shape[0])
         streams: dict[int, Tensor] = {}  # each norm makes a new stream, so one kept here stays as it is
 
         x, residual = self.embed(ids), None

@@ -37,7 +37,7 @@ def rows_format(folder: Path) -> str | None:
     return "jsonl" if lines else "parquet" if parts else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What is remembered of a finished row: enough to tell whether the input row is still the same."""
 
