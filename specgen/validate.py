@@ -25,7 +25,6 @@ ANYTHING = object()
 
 # Settings that this version refuses. An entry goes when the feature lands.
 UNSUPPORTED: tuple[tuple[str, Any], ...] = (
-    ("draft.method", "dflash"),
     ("draft.adaptive", True),
     ("sampling.grammar", ANYTHING),
     ("sampling.acceptance", "rejection"),

@@ -54,8 +54,10 @@ def test_twelve_jobs_load_the_target_once_and_write_the_rows_of_single_runs(monk
     assert {path.name for path in Path("s").iterdir() if path.is_file()} == {"multirun.yaml", "sweep.csv", "sweep.html"}
 
 
-@pytest.mark.parametrize(("error", "code"), [(CheckpointError("the head is damaged"), 2), (RuntimeError("a defect"), 1)])
-def test_a_job_that_fails_leaves_the_others(error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("error", "code", "steps"), [(CheckpointError("the head is damaged"), 2, "1,2,3,5"), (RuntimeError("a defect"), 1, "1,2")])
+def test_a_job_that_fails_leaves_the_others(
+    error: Exception, code: int, steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     load = loading.load_drafter
 
     def fails_once(draft: DraftConfig, *arguments: Any) -> Any:

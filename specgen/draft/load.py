@@ -11,6 +11,7 @@ from typing import Any
 from specgen.config import DraftConfig, ModelConfig
 from specgen.draft.autoregressive import AutoregressiveDrafter
 from specgen.draft.base import Drafter
+from specgen.draft.dflash import DFlashDrafter
 from specgen.draft.draft_model import DraftModelHead, check_vocabulary
 from specgen.draft.eagle import Eagle3Head, EagleHead
 from specgen.draft.mtp import MtpHead
@@ -68,6 +69,8 @@ def load_drafter(draft: DraftConfig, model: ModelConfig, target: Target, tokeniz
         head = Eagle3Head(folder, target, dummy)
     elif draft.method == "mtp":
         head = MtpHead(folder, target)
+    elif draft.method == "dflash":
+        return DFlashDrafter(folder, target, draft.num_steps, nodes)
     else:
         raise ConfigError(f"draft={draft.method} is not supported in this version")
     check_topk(draft.topk, head, target)
