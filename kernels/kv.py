@@ -13,6 +13,13 @@ from .launch import pdl_options, pdl_wait
 
 
 @triton.jit
+def not_finite(v):
+    """[rows, D] -> [rows]: whether a row holds a NaN or an infinity."""
+    wide = v.to(tl.float32)
+    return tl.max((wide - wide != 0.0).to(tl.int32), 1) > 0
+
+
+@triton.jit
 def _write_kernel(
     k, v, k_pool, v_pool, slots, k_stride_t, k_stride_h, v_stride_t, v_stride_h, kp_stride_n, kp_stride_h, vp_stride_n, vp_stride_h,
     DK: tl.constexpr, DV: tl.constexpr, DKP: tl.constexpr, DVP: tl.constexpr, HK: tl.constexpr, HKP: tl.constexpr, PDL: tl.constexpr,
@@ -28,6 +35,9 @@ def _write_kernel(
     v_mask = (head < HK) & (dv < DV)
     new_k = tl.load(k + token * k_stride_t + head * k_stride_h + dk, mask=k_mask, other=0.0)
     new_v = tl.load(v + token * v_stride_t + head * v_stride_h + dv, mask=v_mask, other=0.0)
+    broken = not_finite(new_v)[:, None]
+    new_k = tl.where(broken, float("nan"), new_k)
+    new_v = tl.where(broken, 0.0, new_v)
     tl.store(k_pool + slot * kp_stride_n + head * kp_stride_h + dk, new_k.to(k_pool.dtype.element_ty), mask=k_mask)
     tl.store(v_pool + slot * vp_stride_n + head * vp_stride_h + dv, new_v.to(v_pool.dtype.element_ty), mask=v_mask)
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .kv import not_finite
 from .launch import pdl_options, pdl_wait
 
 
@@ -78,29 +79,35 @@ def _rope_kernel(
         head = block * HB + lane
         source = qkv + token * qkv_stride + head * D
         target = q_out + (token * H + head) * D
-        _turn(source, target, head < H, cos, sin, tl.load(positions + token), q_norm, eps, D, HALF, HALF_PAD, REST, REST_PAD, Q_NORM, PLUS_ONE)
+        fine = head < 0
+        _turn(source, target, head < H, fine, cos, sin, tl.load(positions + token), q_norm, eps, D, HALF, HALF_PAD, REST, REST_PAD, Q_NORM, PLUS_ONE)
     elif block < q_blocks + k_blocks:
         head = (block - q_blocks) * HB + lane
         slot = tl.load(slots + token).to(tl.int64)
         source = qkv + token * qkv_stride + (H + head) * D
         target = k_pool + slot * k_stride_n + head * k_stride_h
-        _turn(source, target, head < HK, cos, sin, tl.load(positions + token), k_norm, eps, D, HALF, HALF_PAD, REST, REST_PAD, K_NORM, PLUS_ONE)
+        # A key whose value is not finite becomes NaN, and the value 0 (``reference.write_kv``).
+        d = tl.arange(0, DP)
+        mask = (head < HK)[:, None] & (d < D)[None, :]
+        broken = not_finite(tl.load(qkv + token * qkv_stride + ((H + HK + head) * D)[:, None] + d[None, :], mask=mask, other=0.0))
+        _turn(source, target, head < HK, broken, cos, sin, tl.load(positions + token), k_norm, eps, D, HALF, HALF_PAD, REST, REST_PAD, K_NORM, PLUS_ONE)
     else:
         head = (block - q_blocks - k_blocks) * HB + lane
         slot = tl.load(slots + token).to(tl.int64)
         d = tl.arange(0, DP)
         mask = (head < HK)[:, None] & (d < D)[None, :]
         value = tl.load(qkv + token * qkv_stride + ((H + HK + head) * D)[:, None] + d[None, :], mask=mask, other=0.0)
+        value = tl.where(not_finite(value)[:, None], 0.0, value)
         tl.store(v_pool + slot * v_stride_n + (head * v_stride_h)[:, None] + d[None, :], value.to(v_pool.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _turn(
-    source, target, ok, cos, sin, position, weight, eps,
+    source, target, ok, broken, cos, sin, position, weight, eps,
     D: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, NORM: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate heads whose rows start at ``source`` [HB] and store them at ``target`` [HB]."""
+    """Norm and rotate heads whose rows start at ``source`` [HB] and store them at ``target`` [HB]; ``broken`` ones as NaN."""
     o = tl.arange(0, HALF_PAD)
     mask = ok[:, None] & (o < HALF)[None, :]
     first = tl.load(source[:, None] + o[None, :], mask=mask, other=0.0)
@@ -119,8 +126,8 @@ def _turn(
         second = _scale(second, factor, tl.load(weight + HALF + o, mask=o < HALF, other=0.0)[None, :], PLUS_ONE)
         if REST > 0:
             rest = _scale(rest, factor, tl.load(weight + 2 * HALF + r, mask=r < REST, other=0.0)[None, :], PLUS_ONE)
-    a = first.to(tl.float32)
-    b = second.to(tl.float32)
+    a = tl.where(broken[:, None], float("nan"), first.to(tl.float32))
+    b = tl.where(broken[:, None], float("nan"), second.to(tl.float32))
     tl.store(target[:, None] + o[None, :], (a * c - b * s).to(first.dtype).to(target.dtype.element_ty), mask=mask)
     tl.store(target[:, None] + HALF + o[None, :], (b * c + a * s).to(first.dtype).to(target.dtype.element_ty), mask=mask)
     if REST > 0:

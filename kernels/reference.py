@@ -240,7 +240,13 @@ def packed_attention(
 
 
 def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    """Write k [T, HK, Dk] and v [T, HK, Dv] into the pools at slots [T] int64, in place. Only scratch slots may repeat."""
+    """Write k [T, HK, Dk] and v [T, HK, Dv] into the pools at slots [T] int64, in place. Only scratch slots may repeat.
+
+    A head whose v is not finite is stored as k = NaN and v = 0: whoever sees the key still gets NaN, but one that does not (a rejected draft's
+    neighbour) is spared 0 * NaN.
+    """
+    broken = ~torch.isfinite(v).all(-1, keepdim=True)
+    k, v = k.masked_fill(broken, float("nan")), v.masked_fill(broken, 0.0)
     k_pool.index_copy_(0, slots.long(), k.to(k_pool.dtype))
     v_pool.index_copy_(0, slots.long(), v.to(v_pool.dtype))
 

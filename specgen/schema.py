@@ -89,7 +89,7 @@ def _section(section: str, cls: type, given: Mapping[str, Any], complete: bool) 
     found: dict[str, Any] = {}
     if section in GROUPS:
         selector = GROUPS[section][0]
-        found |= GROUP_DEFAULTS.get((section, given.get(selector, getattr(cls(), selector))), {})
+        found |= GROUP_DEFAULTS.get((section, str(given.get(selector, getattr(cls(), selector)))), {})
     for item in fields(cls):
         key = f"{section}.{item.name}"
         if item.name in given:

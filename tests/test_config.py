@@ -182,7 +182,6 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
         ("sampling.grammar=x", "sampling.grammar=x is not supported in this version"),
         ("sampling.logprobs=101", "sampling.logprobs=101: must be at least 0 and at most 100"),
         ("draft.adaptive=true", "draft.adaptive=true is not supported in this version"),
-        ("draft=dflash", "draft=dflash is not supported in this version"),
         ("verify_lossless=1 output.token_ids=false", "verify_lossless compares token ids, and output.token_ids=false leaves them out; leave one out"),
         ("sampling.acceptance=rejection", "sampling.acceptance=rejection is not supported in this version"),
         ("sampling.min_tokens=300", "sampling.min_tokens is 300, above max_tokens 256"),

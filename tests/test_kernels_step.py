@@ -110,3 +110,30 @@ def test_pair_input_equals_its_reference(norms: tuple[bool, bool], residual: str
     assert (ours[1] is None) == (theirs[1] is None) == (residual == "none")
     if theirs[1] is not None:
         torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_value_that_is_not_finite_is_stored_as_zero_under_a_key_of_nan(device: str) -> None:
+    kernels(device)
+    from specgen.kernels import kv, norm_rope
+    from specgen.kernels import reference as plain
+
+    g = torch.Generator().manual_seed(5)
+    tokens, heads, kv_heads, dim = 3, 4, 2, 16
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=g)
+    qkv[1, (heads + kv_heads) * dim + 3] = float("nan")  # token 1, KV head 0
+    qkv[2, -1] = float("inf")  # token 2, KV head 1
+    cos, sin = torch.rand(8, dim // 2, generator=g), torch.rand(8, dim // 2, generator=g)
+    positions, slots = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([4, 5, 6])
+    qkv, cos, sin, positions, slots = (x.to(device) for x in (qkv, cos, sin, positions, slots))
+    pools = [[torch.zeros(8, kv_heads, dim, device=device) for _ in range(2)] for _ in range(4)]
+    norm_rope.rope_write_kv(qkv, cos, sin, positions, slots, *pools[0], heads, kv_heads, dim)
+    plain.rope_write_kv(qkv, cos, sin, positions, slots, *pools[1], heads, kv_heads, dim)
+    k, v = qkv.view(tokens, -1, dim)[:, heads : heads + kv_heads], qkv.view(tokens, -1, dim)[:, heads + kv_heads :]
+    kv.write_kv(k, v, *pools[2], slots)
+    plain.write_kv(k, v, *pools[3], slots)
+    for ours, theirs in ((pools[0], pools[1]), (pools[2], pools[3])):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
+        assert torch.isnan(ours[0][5, 0]).all() and torch.isnan(ours[0][6, 1]).all()
+        assert (ours[1][5, 0] == 0).all() and (ours[1][6, 1] == 0).all() and torch.isfinite(ours[1]).all()
