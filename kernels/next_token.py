@@ -29,7 +29,8 @@ def _last_valid(sampled, discard, backup, next_ids, counts, row_stride, width, v
 def next_token_ids_padded(sampled: Tensor, discard: Tensor, backup: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Launcher of ``reference_tree.next_token_ids_padded``."""
     rows, width = sampled.shape
-    next_ids, counts = torch.empty(2, rows, dtype=torch.int32, device=sampled.device)
+    next_ids = torch.empty(rows, dtype=torch.int32, device=sampled.device)
+    counts = torch.empty_like(next_ids)
     if rows:
         sampled = sampled if sampled.stride(1) == 1 else sampled.contiguous()
         block = triton.next_power_of_2(max(width, 1))

@@ -81,9 +81,10 @@ def check_step(rows: list[Row], runs: list[list[int]], depths: list[int], childr
             assert table[i + 1].tolist() == packed(rows)[i + 1].tolist()
             continue
         kept, finish = trim(row, run)
-        assert tokens[i].tolist() == run + [-1] * (width - len(run))
+        absent = width - len(run)
+        assert tokens[i].tolist() == [max(token, 0) for token in run] + [0] * absent, "what goes on to a drafter is a real id everywhere"
         assert (int(accepted[i]), int(count[i])) == (len(run) - 1, len(run))
-        assert result[i].tolist() == [1, len(run) - 1, kept, finish, depths[i], int(children[i]), *tokens[i].tolist()]
+        assert result[i].tolist() == [1, len(run) - 1, kept, finish, depths[i], int(children[i]), *run, *[-1] * absent]
         assert (result[i, ACCEPTED], result[i, DRAFT_DEPTH], result[i, CHILD_AT_END]) == (len(run) - 1, depths[i], children[i])
         if finish == RUNNING:
             assert table[i + 1, :5].tolist() == [1, row.length + len(run), run[-1], row.output_len + len(run), row.max_output]

@@ -17,7 +17,7 @@ from specgen.data.chat import Chat
 from specgen.data.identity import SeenIds
 from specgen.data.rows import Content, MetaCleaner, RowFault, read_content, row_id
 from specgen.data.sampling import INT32_MAX, params_from_config, row_params
-from specgen.data.sources import Row, parse_shard, read_rows
+from specgen.data.sources import Row, parse_shard, read_rows, refuse_depth
 from specgen.data.tokenizer import adds_eos, decode, encode
 from specgen.errors import ConfigError
 from specgen.types import Prompt, SamplingParams
@@ -85,6 +85,10 @@ class PromptReader:
             if not self._remember:
                 self._builder.seen = SeenIds()
             row = Row(self.index, f"prompt {self.index}", fields)
+            try:
+                refuse_depth(fields)
+            except ValueError as error:
+                row = replace(row, fields={}, error=str(error))
             self.index += 1
             prompt = self._builder.build(row, mine=True)
             assert prompt is not None

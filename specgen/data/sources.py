@@ -27,6 +27,7 @@ EMBEDDED_PROMPTS = Path(__file__).resolve().parent.parent / "embedded" / "family
 JSONL_SUFFIXES = tuple(stem + end for stem in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst"))
 CSV_SUFFIXES = tuple(stem + end for stem in (".csv", ".tsv") for end in ("", ".gz", ".zst"))
 COUNT_LIMIT_BYTES = 256 << 20
+MAX_DEPTH = 100
 
 
 @dataclass
@@ -94,7 +95,19 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         raise ValueError("not readable: objects are nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"the row is a JSON {_json_name(value)}, not an object")
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        refuse_depth(value)
     return value
+
+
+def refuse_depth(value: Any) -> None:
+    """Raise ValueError when lists and objects stand in each other more than ``MAX_DEPTH`` levels deep, where Python's own stack would end."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item) if isinstance(inner, (dict, list))]
+    raise ValueError(f"not readable: objects are nested more than {MAX_DEPTH} levels deep")
 
 
 def _json_name(value: Any) -> str:
