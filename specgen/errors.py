@@ -4,9 +4,16 @@ Boundary: this file knows no other module. Each error is one line that names the
 with code 2. An exception that is not a ``SpecgenError`` is a defect of specgen and exits with code 1.
 """
 
+import re
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
 
 class SpecgenError(Exception):
-    """Base of every error a user can cause and mend."""
+    """Base of every error a user can cause and mend. Its text is one line: control characters in what it quotes are escaped."""
+
+    def __str__(self) -> str:
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().__str__())
 
 
 class ConfigError(SpecgenError):

@@ -57,9 +57,8 @@ def dict_key_of(key: str) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A value for an error line: control characters escaped, cut when it is long."""
+    """A value for an error line, cut when it is long."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    text = text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -103,7 +102,7 @@ def _section(section: str, cls: type, given: Mapping[str, Any], complete: bool) 
 def _refuse_unknown(given: Mapping[str, Any], known: Mapping[str, Any], section: str) -> None:
     for name in given:
         if name not in known:
-            raise ConfigError(unknown_key(shown(f"{section}.{name}" if section else name), SETTABLE))
+            raise ConfigError(unknown_key(f"{section}.{name}" if section else str(name), SETTABLE))
 
 
 def convert(key: str, value: Any) -> Any:

@@ -32,6 +32,7 @@ UNSUPPORTED: tuple[tuple[str, Any], ...] = (
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own
 CHAIN_ONLY = ("ngram", "dflash")
+RANDOM_WEIGHTS = ("draft_model", "eagle", "eagle3")  # drafters that draft.load_format=dummy can make
 DRAFT_CHECKS: list[Callable[[str, Path], None]] = [check_kind]  # (method, folder): a local drafter's files against its method
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -129,6 +130,8 @@ def _check_draft(draft: DraftConfig) -> None:
         return
     if draft.topk > 1 and draft.method in CHAIN_ONLY:
         raise ConfigError(f"draft.topk={draft.topk}: draft={draft.method} proposes one chain; use draft.topk=1")
+    if draft.load_format == "dummy" and draft.method not in RANDOM_WEIGHTS:
+        raise ConfigError(f"draft.load_format=dummy: draft={draft.method} has no random weights; leave it out, or use {', '.join(RANDOM_WEIGHTS)}")
     nodes, most = num_draft_tokens(draft), max_draft_tokens(draft.topk, draft.num_steps)
     if draft.topk == 1 and nodes != draft.num_steps + 1:
         raise ConfigError(f"draft.num_draft_tokens={nodes}: with draft.topk=1 it is draft.num_steps + 1 = {draft.num_steps + 1}; leave it out")

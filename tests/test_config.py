@@ -177,6 +177,10 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
             "draft.num_draft_tokens=22: a tree of draft.topk=4 and draft.num_steps=2 has at most 21 nodes",
         ),
         ("draft.num_draft_tokens=6", "draft.num_draft_tokens=6: with draft.topk=1 it is draft.num_steps + 1 = 5; leave it out"),
+        (
+            "draft=mtp draft.load_format=dummy",
+            "draft.load_format=dummy: draft=mtp has no random weights; leave it out, or use draft_model, eagle, eagle3",
+        ),
         ("draft=ngram draft.topk=2", "draft.topk=2: draft=ngram proposes one chain; use draft.topk=1"),
         ("draft.simulate_acceptance_length=5.5", "draft.simulate_acceptance_length=5.5: draft.num_steps=4 gives at most 5"),
         ("sampling.grammar=x", "sampling.grammar=x is not supported in this version"),

@@ -23,7 +23,7 @@ MAX_TOKENS = 128
 NUM_STEPS = 4
 TEMPERATURES = (0.0, 0.8)
 SEEDS = range(5)
-SHAPES = (("ngram", 1), *((method, topk) for method in ("draft_model", "eagle", "eagle3", "mtp") for topk in (1, 4)))
+SHAPES = (("ngram", 1), ("dflash", 1), *((method, topk) for method in ("draft_model", "eagle", "eagle3", "mtp") for topk in (1, 4)))
 
 
 def job(method: str, topk: int, temperature: float, seed: int = 0) -> Config:
