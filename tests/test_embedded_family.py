@@ -118,6 +118,14 @@ def test_no_drafter_changes_a_token(method: str, topk: int, steps: int, batch: i
     assert_same_tokens(method, topk, steps, batch, overlap, temperature)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("method", "steps", "batch", "overlap"), [("dflash", 1, 32, "0"), ("dflash", 4, 3, "1"), ("ngram", 3, 3, "0"), ("ngram", 5, 32, "1")]
+)
+def test_no_chain_drafter_changes_a_token(method: str, steps: int, batch: int, overlap: str, temperature: float) -> None:
+    assert_same_tokens(method, 1, steps, batch, overlap, temperature)
+
+
 def test_the_quick_grid_holds_every_value_with_every_method() -> None:
     for place, values in ((1, TOPKS), (2, STEPS), (3, BATCHES), (4, OVERLAPS), (5, (0.0, 0.8))):
         assert {(entry[0], entry[place]) for entry in quick_grid()} == set(product(METHODS, values))
