@@ -90,7 +90,9 @@ def _rope_kernel(
         d = tl.arange(0, DP)
         mask = (head < HK)[:, None] & (d < D)[None, :]
         broken = not_finite(tl.load(qkv + token * qkv_stride + ((H + HK + head) * D)[:, None] + d[None, :], mask=mask, other=0.0))
-        _turn(source, target, head < HK, broken, cos, sin, tl.load(positions + token), k_norm, eps, D, HALF, HALF_PAD, REST, REST_PAD, K_NORM, PLUS_ONE)
+        _turn(
+            source, target, head < HK, broken, cos, sin, tl.load(positions + token), k_norm, eps, D, HALF, HALF_PAD, REST, REST_PAD, K_NORM, PLUS_ONE
+        )
     else:
         head = (block - q_blocks - k_blocks) * HB + lane
         slot = tl.load(slots + token).to(tl.int64)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import reference, reference_sampling, reference_step, reference_tree
+from . import reference, reference_rejection, reference_sampling, reference_step, reference_tree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,6 +69,11 @@ commit_counts = reference_sampling.commit_counts
 gumbel_argmax = door(reference_sampling.gumbel_argmax, "sampling")
 draft_argmax = door(reference_sampling.draft_argmax, "sampling")
 draft_topk = door(reference_sampling.draft_topk, "draft_topk")
+coins_from_words = reference_rejection.coins_from_words
+filtered_law = reference_rejection.filtered_law
+draw_children = reference_rejection.draw_children
+on_target_ids = reference_rejection.on_target_ids
+judge_children = reference_rejection.judge_children
 expand = door(reference_tree.expand, "tree")
 select_ascending = door(reference_tree.select_ascending, "tree")
 build_tree = door(reference_tree.build_tree, "tree")
@@ -80,3 +85,4 @@ next_token_ids_padded = door(reference_tree.next_token_ids_padded, "next_token")
 begin_step = door(reference_step.begin_step, "step")
 window = door(reference_step.window, "step")
 finish_step = door(reference_step.finish_step, "step")
+keep_step = door(reference_step.keep_step, "ring")

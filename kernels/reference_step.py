@@ -167,3 +167,16 @@ def finish_step(
         result[:batch, column] = values
     result[:batch, RESULT_COLUMNS : RESULT_COLUMNS + width] = tokens
     return tokens.clamp(min=0), accepted.to(torch.int32), ((accepted + 1) * alive).to(torch.int32), path
+
+
+def keep_step(
+    slots: Tensor, length: Tensor, tokens: Tensor, kept_tokens: Tensor, offset: int = 0, states: Tensor | None = None, kept: Tensor | None = None
+) -> None:
+    """Keep one token, and one state, of each row in rings by slot: entry (length + offset) modulo W of the row's line.
+
+    slots [B] int64; length, tokens [B] int32 (tokens may be strided); kept_tokens [R, W] int32; states [B, E] and kept [R, W, E], or neither.
+    """
+    at = ((length + offset) % kept_tokens.shape[1]).long()
+    kept_tokens[slots, at] = tokens
+    if states is not None and kept is not None:
+        kept[slots, at] = states

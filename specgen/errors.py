@@ -6,14 +6,15 @@ with code 2. An exception that is not a ``SpecgenError`` is a defect of specgen 
 
 import re
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_BREAK = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]\s*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class SpecgenError(Exception):
-    """Base of every error a user can cause and mend. Its text is one line: control characters in what it quotes are escaped."""
+    """Base of every error a user can cause and mend. Its text is one line, whatever it quotes."""
 
     def __str__(self) -> str:
-        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().__str__())
+        return _CONTROL.sub(lambda found: repr(found[0])[1:-1], _BREAK.sub(" ", super().__str__()))
 
 
 class ConfigError(SpecgenError):

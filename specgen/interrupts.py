@@ -21,10 +21,14 @@ class Signals:
         self._previous: dict[int, Any] = {}
 
     def arm(self) -> None:
-        """From now on the first signal is only noted. Outside the main thread, where Python has no signals, nothing happens."""
+        """From now on the first signal is only noted; one that the process was started to ignore (``nohup``, ``&`` in a script) stays ignored.
+
+        Outside the main thread, where Python has no signals, nothing happens.
+        """
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[int(number)] = signal.signal(number, self._note)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[int(number)] = signal.signal(number, self._note)
         except ValueError:
             self._previous.clear()
 

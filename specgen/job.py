@@ -69,8 +69,8 @@ class Job:
         self.totals.started = self.totals.ended = time.perf_counter()
         samples: Iterator[tuple[Prompt, int] | None] | None = self._samples(prompts, skip)
         while samples is not None or engine.has_work:
-            # Rows that end at once (errors, max_tokens 0) free no slot, so reading is bounded by count too.
-            for _ in range(engine.scheduler.slots_wanted if samples is not None else 0):
+            room, tokens = self._room()
+            while samples is not None and room > 0 and tokens > 0:
                 try:
                     item = next(samples, _END)  # type: ignore[arg-type]
                 except SpecgenError as error:
@@ -80,6 +80,7 @@ class Job:
                     break
                 if item is not None:
                     self.submit(*item)
+                    room, tokens = room - 1, tokens - _prefill(*item)
                     yield from self.drain()
                 if stop():
                     self.stopped = True
@@ -92,6 +93,15 @@ class Job:
                     return
         if fault is not None:
             raise fault
+
+    def _room(self) -> tuple[int, int]:
+        """How many samples, and of how many prompt tokens, may be read before the next step.
+
+        Tokens for two prefills, since reading on would only keep the device waiting; samples, because those that end at once (errors, max_tokens 0)
+        take no slot. Decided by counts, never by the clock, so that the same job makes the same batches each time.
+        """
+        scheduler = self.engine.scheduler
+        return scheduler.slots_wanted, 2 * scheduler.prefill_tokens - sum(_prefill(r.prompt, r.sample) for r in scheduler.waiting)
 
     @staticmethod
     def _samples(prompts: Iterator[Prompt], skip: Callable[[Prompt, int], bool]) -> Iterator[tuple[Prompt, int] | None]:
@@ -229,6 +239,11 @@ class Job:
         shown = asdict(params)
         shown["logit_bias"] = {str(token): value for token, value in params.logit_bias}
         return shown
+
+
+def _prefill(prompt: Prompt, sample: int) -> int:
+    """Prompt tokens a sample adds to the prefill; the further samples of a prompt share its pages."""
+    return len(prompt.token_ids) if sample == 0 else 0
 
 
 def _origin(code: int) -> dict[str, Any]:

@@ -114,7 +114,10 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         skip_special_tokens=config.output.skip_special_tokens,
         vocab_limit=None if tokenizer is None else len(tokenizer),
         logprobs=config.sampling.logprobs,
+        acceptance=config.sampling.acceptance,
     )
+    if drafter.rejection and drafter.method not in ("none", "ngram"):
+        log.info("sampling.acceptance=rejection: text at a temperature depends on the drafter, draft.topk and draft.num_steps")
     tokens = (engine.pages.num_pages - 1) * engine.pages.page_size
     size = tokens * (target.kv_bytes_per_token + drafter.kv_bytes_per_token()) / 2**30
     log.info("KV pool: %s tokens (%.3g GiB) for at most %d rows at a time", f"{tokens:,}", size, engine.max_batch)

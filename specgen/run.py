@@ -66,6 +66,9 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         with _writer(config, folder, lock, resume) as writer:
             attempt = append_attempt(folder, {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "overrides": overrides or []})
             loaded = load(config.model, lambda tokenizer: check_first_row(data, config.sampling, tokenizer, task, record["input"]["rereadable"]))
+            record["dtype"] = str(loaded.target.dtype).removeprefix("torch.")
+            if earlier is not None and earlier.get("dtype") not in (None, record["dtype"]):
+                log.warning("the run was started in %s and goes on in %s: set model.dtype to keep one", earlier["dtype"], record["dtype"])
             write_json(folder / ENVIRONMENT_NAME, record)
             run = _Run(config, data, task, loaded, writer, signals)
             figures = run.generate(started)
@@ -146,6 +149,7 @@ class _Run:
         self.stopped_by: str | None = None  # the row error that ended the run under data.on_error=stop
         self.incomplete = False  # rows of the input are missing
         self.num_steps = self.num_draft_tokens = self.max_batch = 0
+        self.choices: list[dict[str, Any]] = []  # of adaptive speculation
 
     def generate(self, started: float) -> dict[str, Any]:
         """Generate and write every row that an earlier start did not; returns what the attempts file says of it. ``started``: of the job."""
@@ -155,6 +159,7 @@ class _Run:
             self.signals.arm()
             job = self._pass(engine)
             self.incomplete = job.stopped
+            self.choices = engine.adaptive_report()
             throughput, step = _figures(job, engine, start_s)
         for what, count in self.writer.notes.items():
             log.warning("%d %s", count, what)
@@ -221,13 +226,14 @@ class _Run:
     def stats(self, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         """The whole of stats.json, from the rows on the disk; timings are those of the last start that wrote a row."""
         config = self.config
+        adaptive = {"adaptive": self.choices} if config.draft.adaptive else {}
         attempts = read_attempts(folder)
         timed: dict[str, Any] = next((entry for entry in reversed(attempts) if entry.get("rows")), {})
         return build_stats(
             load_rows(folder),
             {
                 "model": _model_info(config, self.loaded.target),
-                "draft": {**asdict(config.draft), "num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps},
+                "draft": {**asdict(config.draft), "num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps, **adaptive},
                 "sampling": asdict(params_from_config(config.sampling)) | {"acceptance": config.sampling.acceptance},
                 "chat": describe_chat(self.data, self.loaded.tokenizer),
                 **{name: timed.get(name) for name in ("throughput", "step", "baseline")},
@@ -267,14 +273,15 @@ def scores(folder: Path, task: Task | None) -> dict[str, Any]:
 
 def _figures(job: Job, engine: Engine, start_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
     totals, times = job.totals, engine.times
-    throughput: dict[str, Any] = throughput_figures(
+    throughput = throughput_figures(
         output_tokens=totals.output_tokens,
         wall_s=totals.ended - totals.started,
         decode_tokens=times.decode_tokens,
         decode_s=times.decode_seconds,
         start_s=start_s,
+        first_token_s=totals.first_token_s,
     )
-    return throughput | {"first_token_s": totals.first_token_s}, step_figures(times.step_ms)
+    return throughput, step_figures(times.step_ms)
 
 
 def _model_info(config: Config, target: Target) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class Request:
     status: str = "waiting"  # waiting, prefill, running, finished
     prefill_pos: int = 0  # prompt (and, after a preemption, output) tokens whose KV has been launched
     kv_allocated_len: int = 0  # monotone watermark of KV slots owned, in tokens
+    stop_ids: tuple[int, ...] | None = None  # the ids that end it, once they were asked for
     epoch: int = 0  # raised by a preemption, so that a step still in flight for the earlier life is recognised
     counts: Counts = field(default_factory=Counts)
     finish_reason: str | None = None
@@ -177,7 +178,8 @@ class Draft:
 
     token_ids [B, D-1] int32. For a tree: parents [B, D-1] int32 in node numbering (0 = root, -1 = no node), path [B, D, S+1] int32 (ancestor at each
     depth, self last, -1 beyond), depth [B, D] int32, first_child and next_sibling [B, D] int32 (-1 = none). For a chain these are None and ``valid``
-    [B, D-1] bool or None says which nodes exist (a prefix). ``q`` holds draft laws for rejection sampling, else None.
+    [B, D-1] bool or None says which nodes exist (a prefix). ``q`` [B, S, Vd] float32: for rejection sampling, the law the children of the first node
+    of each depth were drawn from, over target ids ``q_ids`` [Vd] int32 (None: 0 .. Vd - 1); else None.
     """
 
     token_ids: Tensor
@@ -188,6 +190,7 @@ class Draft:
     next_sibling: Tensor | None = None
     valid: Tensor | None = None
     q: Tensor | None = None
+    q_ids: Tensor | None = None
 
 
 @dataclass

@@ -24,11 +24,7 @@ from specgen.schema import SELECTORS, shown
 ANYTHING = object()
 
 # Settings that this version refuses. An entry goes when the feature lands.
-UNSUPPORTED: tuple[tuple[str, Any], ...] = (
-    ("draft.adaptive", True),
-    ("sampling.grammar", ANYTHING),
-    ("sampling.acceptance", "rejection"),
-)
+UNSUPPORTED: tuple[tuple[str, Any], ...] = (("sampling.grammar", ANYTHING),)
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own
 CHAIN_ONLY = ("ngram", "dflash")
@@ -140,6 +136,10 @@ def _check_draft(draft: DraftConfig) -> None:
             f"draft.num_draft_tokens={nodes}: a tree of draft.topk={draft.topk} and draft.num_steps={draft.num_steps} has at most {most} nodes"
         )
     length = draft.simulate_acceptance_length
+    if length is not None and draft.adaptive:
+        raise ConfigError(
+            f"draft.simulate_acceptance_length={length:g} cannot be combined with draft.adaptive=true, which goes by real acceptance; leave one out"
+        )
     if length is not None and length > draft.num_steps + 1:
         raise ConfigError(f"draft.simulate_acceptance_length={length:g}: draft.num_steps={draft.num_steps} gives at most {draft.num_steps + 1}")
 
@@ -150,6 +150,13 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError("sampling.banned_token_ids holds every id of sampling.allowed_token_ids; no token is left")
     if sampling.acceptance == "rejection" and config.draft.adaptive:
         raise ConfigError("sampling.acceptance=rejection cannot be combined with draft.adaptive=true; leave one out")
+    draft = config.draft
+    comb = 1 + draft.topk * draft.num_steps
+    if sampling.acceptance == "rejection" and draft.topk > 1 and num_draft_tokens(draft) != comb:
+        raise ConfigError(
+            f"draft.num_draft_tokens={num_draft_tokens(draft)}: with sampling.acceptance=rejection every drafted token is verified; "
+            f"set it to 1 + draft.topk * draft.num_steps = {comb}"
+        )
     if config.verify_lossless > 0:
         if sampling.acceptance == "rejection" and sampling.temperature > 0:
             raise ConfigError(

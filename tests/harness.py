@@ -109,17 +109,16 @@ def engine_of(
     vocab_limit: int | None = None,
     logprobs: int | None = None,
     deterministic: bool = False,
+    adaptive: bool = False,
 ) -> Engine:
     """An engine over toys. ``pages``: size of the KV pool, page 0 included. ``text``: give the engine the target's tokenizer."""
     loaded = target_of(target, max_length)
-    drafter, draft_config = drafter_of(target, draft, max_length=max_length, topk=topk, num_steps=steps, num_draft_tokens=nodes)
+    drafter, draft_config = drafter_of(target, draft, max_length=max_length, topk=topk, num_steps=steps, num_draft_tokens=nodes, adaptive=adaptive)
     per_page = page * (loaded.kv_bytes_per_token + drafter.kv_bytes_per_token())
     memory = None if pages is None else (pages + 0.5) * per_page / 2**30
     config = EngineConfig(max_batch=batch, page_size=page, overlap=str(overlap), prefill_tokens=chunk, kv_memory_gb=memory, check_indices=True)
     config.deterministic = deterministic
-    return Engine(
-        loaded, drafter, config, draft_config, tokenizer=tokenizer_of(target) if text else None, vocab_limit=vocab_limit, logprobs=logprobs
-    )
+    return Engine(loaded, drafter, config, draft_config, tokenizer=tokenizer_of(target) if text else None, vocab_limit=vocab_limit, logprobs=logprobs)
 
 
 def requests_of(prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams], **common: Any) -> list[Request]:

@@ -185,9 +185,21 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
         ("draft.simulate_acceptance_length=5.5", "draft.simulate_acceptance_length=5.5: draft.num_steps=4 gives at most 5"),
         ("sampling.grammar=x", "sampling.grammar=x is not supported in this version"),
         ("sampling.logprobs=101", "sampling.logprobs=101: must be at least 0 and at most 100"),
-        ("draft.adaptive=true", "draft.adaptive=true is not supported in this version"),
+        (
+            "draft.adaptive=true draft.simulate_acceptance_length=2",
+            "draft.simulate_acceptance_length=2 cannot be combined with draft.adaptive=true, which goes by real acceptance; leave one out",
+        ),
         ("verify_lossless=1 output.token_ids=false", "verify_lossless compares token ids, and output.token_ids=false leaves them out; leave one out"),
-        ("sampling.acceptance=rejection", "sampling.acceptance=rejection is not supported in this version"),
+        (
+            "sampling.acceptance=rejection draft.topk=4 draft.num_draft_tokens=16",
+            "draft.num_draft_tokens=16: with sampling.acceptance=rejection every drafted token is verified; "
+            "set it to 1 + draft.topk * draft.num_steps = 17",
+        ),
+        (
+            "sampling.acceptance=rejection draft.topk=32",
+            "draft.num_draft_tokens=128: with sampling.acceptance=rejection every drafted token is verified; "
+            "set it to 1 + draft.topk * draft.num_steps = 129",
+        ),
         ("sampling.min_tokens=300", "sampling.min_tokens is 300, above max_tokens 256"),
         ("sampling.top_p=0", "sampling.top_p must be in (0, 1], got 0.0"),
         ("sampling.top_k=-1", "sampling.top_k must be 0 (off) or positive, got -1"),

@@ -87,6 +87,23 @@ def test_a_million_samples_of_one_row_are_not_queued_at_once(monkeypatch: pytest
     assert longest <= 8 and len(rows_of("o")) >= 40 and not stats_of("o")["complete"]
 
 
+def test_long_prompts_are_read_two_prefills_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the next rows does not keep the device waiting: no more of them is tokenised than the next two prefills hold."""
+    waiting = []
+    step = run.Engine.step
+
+    def watched(engine: Any) -> Any:
+        waiting.append([request.prompt.index for request in engine.scheduler.waiting])
+        return step(engine)
+
+    monkeypatch.setattr(run.Engine, "step", watched)
+    data = lines([{"token_ids": [1, *[10] * 99]}] * 40 + [{"prompt": "w30", "n": 12}] * 2)
+    assert start("o", *toy(None), *data, "engine.prefill_tokens=200", "sampling.max_tokens=3") == 0
+    assert waiting[0] == [0, 1, 2, 3] and max(map(len, waiting[:17])) <= 4
+    assert max(found.count(40) for found in waiting) == 12, "the samples of a prompt share its prefill"
+    assert len(rows_of("o")) == 64
+
+
 def test_rows_that_end_at_once_do_not_run_ahead_of_the_engine() -> None:
     data = lines([{"prompt": "w10", "max_tokens": 0}] * 300 + [{"prompt": "w10"}])
     assert start("o", *toy(None), *data, "engine.max_batch=2") == 0
@@ -286,6 +303,17 @@ def test_a_second_signal_acts_at_once_and_the_old_handlers_come_back() -> None:
         assert signals.caught == signal.SIGINT
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            signals.arm()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert signals.caught is None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # -- threads and devices ----------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,50 @@ def test_error_rows_stay_unless_they_are_to_be_tried_again() -> None:
     assert [row["error"] and row["error"]["type"] for row in found] == [None, None, "DataError"]
     assert (found[1]["output_tokens"], found[1]["finish_reason"]) == (250, "length")
     assert "resumed: 1 rows are finished, 0 of them errors; 2 error rows are tried again" in log_of("o")
+
+
+@pytest.mark.parametrize("fault", ["disk", "defect"])
+def test_a_full_disk_or_a_defect_keeps_the_rows_before_it(fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    write, step, steps = os.write, run.Engine.step, []
+
+    def full(descriptor: int, data: Any) -> int:
+        if bytes(data).startswith(b'{"id":"r') and len(steps) > 5:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    def breaks(engine: Any) -> Any:
+        steps.append(1)
+        if fault == "defect" and len(steps) > 5:
+            raise RuntimeError("an index is out of range")
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Engine, "step", breaks)
+        if fault == "disk":
+            patch.setattr(os, "write", full)
+        code = start("o", *toy(), *lines(rows()), "engine.max_batch=4")
+    err = capsys.readouterr().err
+    kept = rows_of("o")
+    assert 0 < len(kept) < 24 and not Path("o/.lock").exists()
+    if fault == "disk":
+        assert code == 2 and err.splitlines()[-1] == (
+            f"specgen: o/generations.jsonl: the disk or quota is full; the {len(kept)} rows this start wrote are complete: "
+            "free space and go on with resume=o"
+        )
+    else:
+        assert code == 1 and err.splitlines()[-1] == "specgen: the error above is a defect of specgen, not of your call"
+        assert "RuntimeError: an index is out of range" in log_of("o")
+    assert resume("o") == 0
+    found = rows_of("o")
+    assert len(found) == 24 and {key: found[key] for key in kept} == kept
+
+
+def test_a_run_that_goes_on_in_another_type_says_so() -> None:
+    assert start("o", *toy(), *lines(rows(3))) == 0
+    record = json.loads(Path("o/environment.json").read_text()) | {"dtype": "bfloat16"}
+    Path("o/environment.json").write_text(json.dumps(record))
+    assert resume("o") == 0
+    assert "the run was started in bfloat16 and goes on in float32: set model.dtype to keep one" in log_of("o")
 
 
 # -- what may change --------------------------------------------------------------------------------------------------------------------------

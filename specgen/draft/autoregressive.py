@@ -17,11 +17,13 @@ from torch import Tensor
 
 from specgen.draft import tree
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, SamplingRows, StepRows
+from specgen.draft.sampled import check_draft_tokens, comb, draw_drafts
 from specgen.kernels import ops
 from specgen.models.decoder import Tail
 from specgen.types import Draft, Layout
 
 if TYPE_CHECKING:
+    from specgen.draft.ring import StateRing
     from specgen.models.attention import KvPool
     from specgen.models.target import Hidden
 
@@ -75,6 +77,10 @@ class AutoregressiveDrafter(Drafter):
     def kv_bytes_per_token(self) -> int:
         return self.head.kv_bytes_per_token()
 
+    @property
+    def states_read(self) -> int:
+        return len(self.aux_layers) or int(self.head.feed_size > 0)
+
     def bind(self, max_slots: int, num_pages: int, page_size: int, max_batch: int) -> None:
         device = self.head.device
         self.pool: Any = self.head.make_pool(num_pages, page_size)
@@ -88,19 +94,46 @@ class AutoregressiveDrafter(Drafter):
         self.row_starts = {width: rows * width for width in range(2, self.num_steps + 2)}
         self.pair = torch.arange(2, dtype=torch.int32, device=device)
         self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
+        self.states: Tensor | None = None  # with ``rejection``: what depth 1 is drawn from, once the first prefill has shown its width
+        self.max_slots = max_slots
+        self.comb = comb(self.topk, self.num_steps, max_batch, device) if self.rejection and self.topk > 1 else None
+        if self.rejection:
+            check_draft_tokens(self.topk, self.num_steps, self.num_draft_tokens)
 
     def close(self) -> None:
         self.pool = None
         self.feed = None
+        self.states = None
 
     # -- proposing ------------------------------------------------------------------------------------------------------------------------
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft | None:
-        tokens = self.tokens.index_select(0, rows.slots)
         feed = None if self.feed is None else self.feed.index_select(0, rows.slots)
-        if self.topk == 1:
+        if self.states is None:
+            tokens, scores = self.tokens.index_select(0, rows.slots), self.scores.index_select(0, rows.slots) if self.topk > 1 else None
+        else:
+            states = self.states.index_select(0, rows.slots)
+            if "sampled" in rows.sampling.features:
+                return self._propose_sampled(rows, num_steps, states, feed)
+            tokens, scores = self._candidates(states, rows.sampling)
+        if scores is None:
             return self._propose_chain(rows, num_steps, tokens, feed)
-        return self._propose_tree(rows, num_steps, tokens, self.scores.index_select(0, rows.slots), feed)
+        return self._propose_tree(rows, num_steps, tokens, scores, feed)
+
+    def _propose_sampled(self, rows: StepRows, num_steps: int, states: Tensor, feed: Tensor | None) -> Draft:
+        """Drafts drawn at random from the drafter's law: a chain, or a comb of which only the spine is forwarded."""
+        drawn: list[Tensor] = []
+        laws: list[Tensor] = []
+        for depth in range(num_steps):
+            if depth:
+                layout = rows.place(1, start_add=self.lead + depth - 1)
+                states, feed = self.head.forward(drawn[-1][:, 0].contiguous(), feed, layout, self.pool)
+            s = rows.sampling
+            tokens, q = draw_drafts(self._logits(states, s, depth), s, s.t + depth, self.topk, self.head.id_map)
+            drawn.append(tokens)
+            laws.append(q)
+        tokens, q = torch.cat(drawn, 1), torch.stack(laws, 1)
+        return Draft(tokens, q=q, q_ids=self.head.id_map) if self.comb is None else self.comb.draft(tokens, q, self.head.id_map)
 
     def _propose_chain(self, rows: StepRows, num_steps: int, tokens: Tensor, feed: Tensor | None) -> Draft:
         """topk = 1: concatenation, top-k, sort and gather are the identity, so the draft is the plain cat of its tokens."""
@@ -134,7 +167,7 @@ class AutoregressiveDrafter(Drafter):
             path = torch.cat([path.gather(1, index[:, :, None].expand(-1, -1, path.shape[2])), kept], 2)
             if feed is not None:
                 feed = feed.view(batch, topk, -1).gather(1, index[:, :, None].expand(-1, -1, feed.shape[-1])).reshape(batch * topk, -1)
-        return grown.build(self.num_draft_tokens if num_steps == self.num_steps else tree.default_draft_tokens(topk, num_steps))
+        return grown.build(self.nodes(num_steps))
 
     def _best(self, states: Tensor, s: SamplingRows, depth: int) -> Tensor:
         """The best token after each state, [n] int32; ``depth`` moves the noise position."""
@@ -146,19 +179,29 @@ class AutoregressiveDrafter(Drafter):
         t = s.t + depth if "sampled" in s.features and depth else s.t
         return ops.draft_topk(self._logits(states, s, depth), self.topk, s.temperature, s.keys, t, self.head.id_map, s.features)
 
+    def _candidates(self, states: Tensor, s: SamplingRows) -> tuple[Tensor, Tensor | None]:
+        """The root's children: tokens [n, K] int32, and for a tree their scores [n, K]."""
+        return (self._best(states, s, 0)[:, None], None) if self.topk == 1 else self._children(states, s, 0)
+
     def _logits(self, states: Tensor, sampling: SamplingRows, depth: int) -> Tensor:
         return sampling.mask_draft(self.head.logits(states), depth, self.head.id_map)
 
     # -- following ------------------------------------------------------------------------------------------------------------------------
 
     def _keep(self, slots: Tensor, states: Tensor, feed: Tensor | None, sampling: SamplingRows) -> None:
-        """Depth-1 candidates from one state a row; ``sampling.t`` is the position they would take."""
-        if self.topk == 1:
-            tokens = self._best(states, sampling, 0)[:, None]
+        """Depth-1 candidates from one state a row; ``sampling.t`` is the position they would take.
+
+        With ``rejection`` the state itself: what it proposes is drawn in ``propose``, where the law is needed as well.
+        """
+        if self.rejection:
+            if self.states is None:
+                self.states = torch.zeros(self.max_slots, states.shape[1], dtype=states.dtype, device=states.device)
+            self.states.index_copy_(0, slots, states)
         else:
-            tokens, scores = self._children(states, sampling, 0)
-            self.scores.index_copy_(0, slots, scores)
-        self.tokens.index_copy_(0, slots, tokens)
+            tokens, scores = self._candidates(states, sampling)
+            self.tokens.index_copy_(0, slots, tokens)
+            if scores is not None:
+                self.scores.index_copy_(0, slots, scores)
         if self.feed is not None and feed is not None:
             self.feed.index_copy_(0, slots, feed)
 
@@ -177,6 +220,20 @@ class AutoregressiveDrafter(Drafter):
             states = states.index_select(0, rows.final_last)
             feed = None if feed is None else feed.index_select(0, rows.final_last)
         self._keep(final.slots, states, feed, final.sampling)
+
+    def use_steps(self, num_steps: int) -> None:
+        if self.topk == 1:
+            self.chain = tree.rebuild_topk1_chain_buffers(num_steps, self.max_batch, self.head.device)
+
+    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
+        ring.push(rows, tokens, self.head.features(hidden))
+
+    def catch_up(self, rows: StepRows, ring: StateRing, steps: int) -> None:
+        for part in ring.replay(rows, steps, self.lead):
+            feed_in = None if part.states is None else self.head.start(part.states)
+            states, feed = self.head.forward(part.ids, feed_in, part.layout, self.pool, part.tail)
+            if part.last:
+                self._keep(part.keep, states, feed, rows.sampling)
 
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
         states, feed = self._extend_tokens(rows, accepted) if self.lead and self.topk == 1 else self._extend_pairs(rows, accepted)

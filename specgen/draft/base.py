@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from specgen.draft.tree import default_draft_tokens
 from specgen.kernels import ops
 from specgen.kernels.reference_sampling import LawTables, spread
 from specgen.types import Draft, Layout
 
 if TYPE_CHECKING:
+    from specgen.draft.ring import StateRing
     from specgen.models.target import Hidden
 
 
@@ -134,7 +136,9 @@ class Drafter:
     ``lead``: how far the drafter's committed KV runs ahead of the target's. ``kv_layers``: layers it needs in a pool. ``aux_layers`` and
     ``prenorm``: the
     target states it reads. ``max_steps``: None, or the longest draft it can make. ``tail``: how many prompt positions before the last have drafter KV
-    that depends on tokens sampled later (they are in no page shared between samples).
+    that depends on tokens sampled later (they are in no page shared between samples). ``rejection``: set before ``bind``; drafts of rows with a
+    temperature are then drawn at random and bring their law (``Draft.q``). A drafter whose drafts are a function of the text has nothing to draw: for
+    it equality with the law's own draw accepts with the same probability.
     """
 
     method = "none"
@@ -142,6 +146,7 @@ class Drafter:
     tail = 0
     aux_layers: tuple[int, ...] = ()
     prenorm = False
+    rejection = False
 
     def __init__(self, topk: int, num_steps: int, num_draft_tokens: int) -> None:
         self.topk = topk
@@ -151,6 +156,17 @@ class Drafter:
     def slots(self, num_steps: int) -> int:
         """The most KV slots one proposal of ``num_steps`` touches past the committed length."""
         return num_steps * self.topk
+
+    def nodes(self, num_steps: int) -> int:
+        """D, the nodes verified in a step of ``num_steps``, root included: as configured at the most steps, never more below."""
+        if num_steps == self.num_steps:
+            return self.num_draft_tokens
+        return min(self.num_draft_tokens, default_draft_tokens(self.topk, num_steps)) if num_steps else 1
+
+    @property
+    def states_read(self) -> int:
+        """How many of the target's states it reads of each token."""
+        return len(self.aux_layers)
 
     def kv_bytes_per_token(self) -> int:
         """Bytes of drafter KV a token takes, over all its layers."""
@@ -172,6 +188,16 @@ class Drafter:
 
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
         """Follow a committed step and keep the next depth-1 candidates. ``rows`` holds the lengths before the commit."""
+
+    def use_steps(self, num_steps: int) -> None:
+        """Steps of ``num_steps`` > 0 follow, at most what the drafter was made for (adaptive speculation)."""
+
+    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
+        """A step without a draft has committed ``tokens`` [B] int32: do not run, only keep what ``catch_up`` will need. hidden: of the roots."""
+
+    def catch_up(self, rows: StepRows, ring: StateRing, steps: int) -> None:
+        """Before the first draft after ``steps`` steps that were skipped: follow what they committed, as far back as the ring goes, and keep the
+        depth-1 candidates. Rows that miss nothing stay as they are."""
 
     def close(self) -> None:
         """Drop device state."""

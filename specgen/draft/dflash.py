@@ -22,6 +22,8 @@ from transformers import LlamaConfig
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.checkpoints import check_kind, check_width, need, read_config
 from specgen.draft.eagle import head_config, layer_spec
+from specgen.draft.ring import StateRing
+from specgen.draft.sampled import draw_drafts
 from specgen.errors import CheckpointError, ConfigError
 from specgen.kernels import ops
 from specgen.models.attention import KvPool, kv_bytes_per_token
@@ -108,14 +110,26 @@ class DFlashDrafter(Drafter):
         x, residual = self.target.embed(ids), None
         for index, layer in enumerate(self.layers):
             normed, stream = input_norm(layer, x, residual)
-            x, residual = run_layer(layer, normed, stream, layout, *self.pool.layer(index), self.pool.page_size)
+            keys, values = self.pool.layer(index)
+            x, residual = run_layer(layer, normed, stream, layout, keys, values, self.pool.page_size)
         states = ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
         picked = states.index_select(0, self.block_rows[:batch, :num_steps].reshape(-1))
         s = rows.sampling
         logits = s.mask_draft(self.target.logits(picked), 0, None)
         t = (s.t[:, None] + self.depths[:num_steps]).reshape(-1) if "sampled" in s.features else s.t
+        if self.rejection and "sampled" in s.features:
+            tokens, q = draw_drafts(logits, s, t, 1, None)
+            return Draft(token_ids=tokens.view(batch, num_steps), q=q.view(batch, num_steps, -1))
         tokens = ops.draft_argmax(logits, s.temperature, s.keys, t, None, s.features)
         return Draft(token_ids=tokens.view(batch, num_steps))
+
+    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
+        ring.push(rows, tokens, _aux(hidden))
+
+    def catch_up(self, rows: StepRows, ring: StateRing, steps: int) -> None:
+        for part in ring.replay(rows, steps, self.lead):
+            assert part.states is not None
+            self._write_context(part.states, part.layout)
 
     def observe(self, rows: StepRows, accepted: AcceptedRows) -> None:
         batch, width = accepted.tokens.shape

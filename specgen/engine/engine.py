@@ -18,12 +18,16 @@ import torch
 from torch import Tensor
 
 from specgen.config import DraftConfig, EngineConfig
+from specgen.draft.adaptive import AdaptiveController
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
+from specgen.draft.ring import StateRing
 from specgen.draft.tree import draft_depth
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
 from specgen.engine.memory import PageTable, spec_reserve
+from specgen.engine.pacing import Pacing
+from specgen.engine.rejection import draw_or_reject
 from specgen.engine.rows import DeviceRows
 from specgen.engine.sampling import adjust, draw, features_of, first_sampling, logprobs, step_sampling
 from specgen.engine.scheduler import Batch, Chunk, Scheduler
@@ -77,6 +81,7 @@ class Engine:
         skip_special_tokens: bool = True,
         vocab_limit: int | None = None,
         logprobs: int | None = None,
+        acceptance: str = "invariant",
     ) -> None:
         self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
         self.device = target.device
@@ -91,15 +96,20 @@ class Engine:
         self.tap: Callable[[Tensor], None] | None = None  # sees the logits of every draw (the lossless check; eager engines only)
         target.make_deterministic(engine.deterministic)
         max_batch = engine.max_batch or DEFAULT_MAX_BATCH.get(self.device.type, 32)
+        adaptive = draft.adaptive and self.num_steps > 0
+        depths = range(self.num_steps + 1) if adaptive else (self.num_steps,)  # every S the job may use
         self.reserve = spec_reserve(
-            [self.num_steps], self.topk, [drafter.num_draft_tokens], [drafter.slots(self.num_steps)], drafter.lead, self.overlap
+            depths, self.topk, [drafter.nodes(s) for s in depths], [drafter.slots(s) for s in depths], drafter.lead, self.overlap
         )
+        ring = (max_batch + 1, drafter.states_read * target.hidden_size, target.dtype)
+        ring_bytes = StateRing.size(*ring) if adaptive else 0
         page = engine.page_size
-        num_pages = self._plan_pages(max_batch, page)
+        num_pages = self._plan_pages(max_batch, page, ring_bytes)
         self.pages = PageTable(max_batch + 1, self.max_length + self.reserve, num_pages, page, self.device)
         self.rows = DeviceRows(max_batch + 1, self.device)
         self.law = LawState(max_batch + 1, target.vocab_size, self.max_length, self.device)
         self.pool: Any = target.make_pool(num_pages, page)
+        drafter.rejection = acceptance == "rejection"
         drafter.bind(max_batch + 1, num_pages, page, max_batch)
         self.text = OutputText(tokenizer, skip_special_tokens)
         self.scheduler = Scheduler(
@@ -124,6 +134,10 @@ class Engine:
         self._scratch_slots = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         use_graphs = self.device.type == "cuda" and engine.cuda_graphs != "off"
         self.graphs = StepGraphs(self.device) if use_graphs else None
+        self.ring = StateRing(*ring, self.max_length, self.device) if adaptive else None
+        limit = self.max_length + self.reserve
+        controller = AdaptiveController(self.num_steps)
+        self.pacing = Pacing(controller, drafter, self.graphs, max_batch, limit, self.overlap) if adaptive else None
         mean = draft.simulate_acceptance_length
         self.simulation = Simulation(mean, max_batch + 1, self.device) if mean is not None and self.num_steps else None
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
@@ -135,19 +149,19 @@ class Engine:
             self._first_logprobs = BufferRing(self.overlap + 2, max_batch, 1, shape[2], dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
         self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
-        self._nodes = torch.arange(drafter.num_draft_tokens, dtype=torch.int32, device=self.device)
 
     # -- sizes ----------------------------------------------------------------------------------------------------------------------------
 
-    def _plan_pages(self, max_batch: int, page: int) -> int:
-        """Pages of the KV pool: what the memory setting allows, and never more than every slot at full length can use."""
+    def _plan_pages(self, max_batch: int, page: int, other_bytes: int) -> int:
+        """Pages of the KV pool: what the memory setting allows, and never more than every slot at full length can use. ``other_bytes``: what else
+        will be allocated on the device."""
         per_page = page * (self.target.kv_bytes_per_token + self.drafter.kv_bytes_per_token())
         most = max_batch * (-(-(self.max_length + self.reserve) // page)) + 1
         if self.config.kv_memory_gb is not None:
             budget = int(self.config.kv_memory_gb * 2**30)
         elif self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            budget = int(free - (1 - self.config.memory_fraction) * total)
+            budget = int(free - (1 - self.config.memory_fraction) * total) - other_bytes
         else:
             budget = CPU_KV_BYTES
         pages = min(most, budget // per_page)
@@ -171,6 +185,10 @@ class Engine:
         done = self.scheduler.take_finished_early()
         start, before = time.perf_counter(), self.scheduler.decoded_tokens
         batch = self.scheduler.next_batch(self.num_steps)
+        if self.pacing is not None:
+            self.pacing.begin(start)
+            if batch.decode:
+                self.pacing.plan(batch)
         launched = bool(batch.decode or batch.chunks)
         if launched:
             self.in_flight.append(self.launch(batch))
@@ -178,6 +196,8 @@ class Engine:
         if self.in_flight and (len(self.in_flight) > self.overlap or not launched):
             flight = self.in_flight.popleft()
             done += self.retire(flight)
+            if self.pacing is not None:
+                self.pacing.retired(flight.batch, _read(flight.decode_result, len(flight.batch.decode)), batch)
             if flight.batch.decode and not flight.batch.chunks and batch.decode and not batch.chunks:
                 seconds = time.perf_counter() - start
                 self.times.step_ms.append(1000 * seconds)
@@ -199,6 +219,10 @@ class Engine:
             done += self.step()
         return done
 
+    def adaptive_report(self) -> list[dict[str, Any]]:
+        """What adaptive speculation chose and why (``AdaptiveController.report``); empty where num_steps is fixed."""
+        return [] if self.pacing is None else self.pacing.controller.report()
+
     def abort(self, request: Request) -> None:
         """Drop a request."""
         self.scheduler.abort(request)
@@ -209,7 +233,7 @@ class Engine:
         if self.graphs is not None:
             self.graphs.close()
         self.drafter.close()
-        self.pool = None
+        self.pool = self.ring = None
 
     # -- launch: tensors only -------------------------------------------------------------------------------------------------------------
 
@@ -219,6 +243,8 @@ class Engine:
         flight = InFlight(batch, [], None, None)
         if batch.decode and batch.slots is not None:
             buffer = self._results.take()
+            if batch.catch_up and self.ring is not None:
+                self.drafter.catch_up(self._step_rows(batch.slots[: len(batch.decode)], batch.max_len), self.ring, batch.catch_up)
             self._launch_decode(batch)
             n = len(batch.decode)
             flight.decode_result = _fetched(buffer, self._result, n)
@@ -267,6 +293,8 @@ class Engine:
         if self._logprobs is not None and self.top is not None:
             self._logprobs[: tokens.shape[0], : tokens.shape[1]] = logprobs(logits, tokens, path, rows.sampling, self.top)
         if draft is None:
+            if self.ring is not None:
+                self.drafter.skip(rows, tokens[:, 0], hidden, self.ring)
             return
         if path is not None:
             ops.compact_kv(self.pool.k, self.pool.v, rows.block_table, rows.length, path, accepted, rows.page_size)
@@ -278,14 +306,12 @@ class Engine:
         tokens = rows.root[:, None] if draft is None else torch.cat([rows.root[:, None], draft.token_ids], 1)
         nodes = tokens.shape[1]
         depth = self._depths[:nodes] if draft is None or draft.depth is None else draft.depth
-        if draft is None or draft.path is None:
-            layout = rows.place(nodes)
-        else:
-            layout = rows.place(nodes, depth=draft.depth, path=draft.path)
+        where = {} if draft is None or draft.path is None else {"depth": draft.depth, "path": draft.path}
+        layout = rows.place(nodes, **where)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
         logits = self._tapped(self.target.logits(hidden.last))
         logits = adjust(logits, rows.sampling, depth, draft)
-        return hidden, logits, draw(logits, rows.sampling, depth)
+        return hidden, logits, draw_or_reject(logits, rows.sampling, depth, draft)
 
     def _tapped(self, logits: Tensor) -> Tensor:
         if self.tap is not None:
@@ -331,6 +357,8 @@ class Engine:
             if packed is not None and self._first_logprobs is not None:
                 flight.prefill_logprobs = _fetched(self._first_logprobs.take(), packed, len(finals))
         self.drafter.prefill(PrefillRows(staged.ids, next_ids, layout, hidden, staged.row_slots, staged.final_last if finals else None, rows))
+        if self.ring is not None and rows is not None:
+            self.ring.prefilled(rows.slots, rows.length)
 
     def _first_tokens(self, staged: StagedPrefill, hidden: Any) -> tuple[Tensor, StepRows, Tensor, Tensor | None]:
         """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2], log-probabilities)."""

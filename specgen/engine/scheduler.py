@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,13 +55,15 @@ class Chunk:
 @dataclass
 class Batch:
     """What one step launches. ``decode``: (slot, request, epoch) of each decode row, reused while the rows stay the same. ``slots``: device [n]
-    int64."""
+    int64. ``catch_up``: steps without a draft that the drafter has to follow first; ``paced`` belongs to ``pacing``."""
 
     decode: tuple[tuple[int, Request, int], ...] = ()
     slots: torch.Tensor | None = None
     num_steps: int = 0
     max_len: int = 0
     chunks: list[Chunk] = field(default_factory=list)
+    catch_up: int = 0
+    paced: Any = None
 
 
 class Scheduler:
@@ -211,9 +214,11 @@ class Scheduler:
         return found
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
-        """The ids that end this row: the model's EOS ids unless ``ignore_eos``, and its own."""
-        eos = () if request.sampling.ignore_eos else self.eos_ids
-        return tuple(dict.fromkeys(eos + request.sampling.stop_token_ids))
+        """The ids that end this row: the model's EOS ids unless ``ignore_eos``, and its own. Put together once a request."""
+        if request.stop_ids is None:
+            eos = () if request.sampling.ignore_eos else self.eos_ids
+            request.stop_ids = tuple(dict.fromkeys(eos + request.sampling.stop_token_ids))
+        return request.stop_ids
 
     # -- one step's plan ------------------------------------------------------------------------------------------------------------------
 
@@ -247,7 +252,7 @@ class Scheduler:
             for i, request in enumerate(self.running):
                 self._slot_array[i] = request.slot
         slots = self._slot_array[:n]
-        np.take(self._committed, slots, out=self._committed_rows[:n])
+        self._committed.take(slots, 0, self._committed_rows[:n], "clip")  # any other mode makes a hidden array
         return self.pages.alloc_for_spec_decode(self.running, slots, self._committed_rows[:n], self.reserve)
 
     def _plan_decode(self, batch: Batch) -> None:

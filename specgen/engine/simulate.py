@@ -1,6 +1,7 @@
 """Imposed acceptance, for speed measurements: every kernel of a step runs and its result is read, only the accepted length is decided here.
 
-Boundary: decides lengths and, for a tree, the path; the tokens committed are the draft's along it, then the target's. Such a run's text means nothing, and
+Boundary: decides lengths and, for a tree, the path; the tokens committed are the draft's along it, then the target's. Such a run's text means
+nothing, and
 its rows say ``simulated``.
 """
 

@@ -51,17 +51,21 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     return [merged[number] for number in sorted(merged)]
 
 
-def throughput_figures(*, output_tokens: int, wall_s: float, decode_tokens: int, decode_s: float, start_s: float) -> dict[str, float | None]:
+def throughput_figures(
+    *, output_tokens: int, wall_s: float, decode_tokens: int, decode_s: float, start_s: float, first_token_s: float | None = None
+) -> dict[str, float | None]:
     """The ``throughput`` object of stats.json.
 
     output_tokens over wall_s (first prompt submitted to last row ended) is with prefill; decode_tokens (committed and kept in decode steps) over
-    decode_s (time in which decode steps ran) is without. start_s: from process start to the first prompt, in neither. Seconds.
+    decode_s (time in which decode steps ran) is without. start_s: from process start to the first prompt, in neither; first_token_s: from the first
+    prompt to the first token of any row. Seconds.
     """
     return {
         "output_tokens_per_s": output_tokens / wall_s if wall_s else None,
         "decode_tokens_per_s": decode_tokens / decode_s if decode_s else None,
         "wall_s": wall_s,
         "start_s": start_s,
+        "first_token_s": first_token_s,
     }
 
 

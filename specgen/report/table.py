@@ -129,7 +129,9 @@ def _speed(stats: dict[str, Any]) -> list[str]:
     if throughput:
         decode = number(throughput.get("decode_tokens_per_s"), 1)
         wall = number(throughput.get("wall_s"), 1)
-        lines.append(("throughput", f"{number(throughput.get('output_tokens_per_s'), 1)} tokens/s ({decode} in decode), {wall} s"))
+        first = throughput.get("first_token_s")
+        after = f", first token after {first:.2f} s" if first is not None else ""
+        lines.append(("throughput", f"{number(throughput.get('output_tokens_per_s'), 1)} tokens/s ({decode} in decode), {wall} s{after}"))
     if step:
         times = " / ".join(number(step.get(f"ms_p{p}")) for p in (50, 90, 99))
         lines.append(("step", f"{times} ms (p50 / p90 / p99), {step.get('count', 0):,} steps"))

@@ -1,0 +1,310 @@
+"""How many tokens to draft, chosen while a job runs: measured step times, tracked acceptance, and probes that cost next to nothing.
+
+Boundary: plain numbers. No torch, no clock, no engine: the engine says which batch it is about to run and, later, how long that took and what was
+accepted. A step is known by its batch bucket, its context bucket and its num_steps S; S = 0 is plain decoding.
+
+The choice maximises (1 + sum over d <= S of a_1 ... a_d) / cost(S), a_d being the conditional acceptance at depth d. What has not been measured is
+estimated: costs by straight lines between the known ones or by the shape known from the nearest other bucket, deep acceptances by the depth before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+PERIOD = 8  # decode steps between decisions
+BURST = 4  # steps of a probe
+PROBE_SHARE = 0.01  # of the time may be lost to probing from S = 0
+TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
+GAIN = 1.03  # how much better a choice must be to replace the current one
+SURE_GAIN = 1.1  # ... when it has never been timed here
+PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
+FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
+HORIZON = 512  # row steps after which an observation counts 1/e
+SOFT = 8  # row steps the past is worth when a probe begins
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step was chosen to be. ``trial``: its losses are paid from the probing budget."""
+
+    bucket: int
+    context: int
+    num_steps: int
+    trial: bool = False
+
+    @property
+    def key(self) -> Key:
+        """Where costs are compared: (bucket, context)."""
+        return self.bucket, self.context
+
+
+@dataclass
+class Outcome:
+    """What came of a step. ``seconds`` is None where it cannot be told (a prefill ran along); ``usable``: it is the plain cost of such a step.
+
+    ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and
+    accepted: of them, by depth.
+    """
+
+    seconds: float | None
+    rows: int
+    reached: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    usable: bool = True
+    caught_up: bool = False
+    capture_s: float = 0.0
+
+
+class Acceptance:
+    """Conditional acceptance by depth, with exponential forgetting. Depths no draft reached lately fade towards the rate of the depth before."""
+
+    def __init__(self, depths: int) -> None:
+        self.reached, self.accepted = [0.0] * depths, [0.0] * depths
+
+    def add(self, rows: int, reached: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count a step of ``rows`` rows."""
+        self._scale(math.exp(-rows / HORIZON))
+        for depth, (r, a) in enumerate(zip(reached, accepted, strict=True)):
+            self.reached[depth] += r
+            self.accepted[depth] += a
+
+    def soften(self) -> None:
+        """Let the past count no more than ``SOFT`` row steps, so that a few new ones can change it."""
+        if self.reached and self.reached[0] > SOFT:
+            self._scale(SOFT / self.reached[0])
+
+    def _scale(self, keep: float) -> None:
+        for column in (self.reached, self.accepted):
+            column[:] = [value * keep for value in column]
+
+    def expected(self, num_steps: int) -> float:
+        """Tokens a row commits in a step of ``num_steps``: 1 + the sum of the cumulative acceptances. Each rate has the one before as its prior."""
+        total, product, rate = 1.0, 1.0, 0.5
+        for reached, accepted in zip(self.reached[:num_steps], self.accepted[:num_steps], strict=True):
+            rate = (accepted + rate) / (reached + 1)
+            product *= rate
+            total += product
+        return total
+
+
+class Costs:
+    """Seconds of a step by (bucket, context) and S: medians of the last few, after the first, which may have compiled something."""
+
+    def __init__(self) -> None:
+        self._times: dict[Key, dict[int, deque[float]]] = {}
+        self._warm: set[tuple[Key, int]] = set()
+
+    def add(self, key: Key, num_steps: int, seconds: float, usable: bool) -> None:
+        """Note a step's time; one that is not ``usable`` only warms up."""
+        warm = (key, num_steps) in self._warm
+        self._warm.add((key, num_steps))
+        if warm and usable:
+            self._times.setdefault(key, {}).setdefault(num_steps, deque(maxlen=9)).append(seconds)
+
+    def known(self, key: Key) -> dict[int, float]:
+        """The measured costs of a key."""
+        return {steps: median(times) for steps, times in sorted(self._times.get(key, {}).items()) if len(times) > 2}
+
+    def ever(self, num_steps: int) -> bool:
+        """Whether this S has been measured anywhere."""
+        return any(num_steps in self.known(key) for key in self._times)
+
+    def cost(self, key: Key, num_steps: int) -> float:
+        """Measured or estimated seconds; with nothing measured in this key, right up to a factor that all S share."""
+        known = self.known(key)
+        if num_steps in known:
+            return known[num_steps]
+        if len(known) > 1:
+            return _on_line(known, num_steps)
+        shape = self._nearest_shape(key)
+        if not known:
+            return _on_line(shape, num_steps)
+        ((steps, seconds),) = known.items()
+        return seconds * _on_line(shape, num_steps) / _on_line(shape, steps)
+
+    def _nearest_shape(self, key: Key) -> dict[int, float]:
+        others = [(other, known) for other in self._times if len(known := self.known(other)) > 1]
+        if not others:
+            return {0: 1.0, 10: 2.0}
+        distance = lambda other: sum(abs(math.log(a / b)) for a, b in zip(other, key, strict=True))  # noqa: E731
+        return min(others, key=lambda pair: distance(pair[0]))[1]
+
+
+def _on_line(known: dict[int, float], steps: int) -> float:
+    """The value at ``steps`` of the line through the two known points around or nearest to it; it never falls with S, nor below a quarter."""
+    if steps in known:
+        return known[steps]
+    points = sorted(sorted(known, key=lambda s: abs(s - steps))[:2])
+    below, above = [s for s in known if s < steps], [s for s in known if s > steps]
+    if below and above:
+        points = [max(below), min(above)]
+    low, high = points
+    slope = max(0.0, (known[high] - known[low]) / (high - low))
+    return max(known[low] + slope * (steps - low), 0.25 * known[low])
+
+
+@dataclass
+class Place:
+    """Where a (bucket, context) stands. ``home``: the S in force; ``burst``: the S being tried for ``left`` more steps. ``looked``: ``seconds`` at
+    the last try of an S that was not in force."""
+
+    home: int
+    since: int = 0
+    seconds: float = 0.0
+    burst: int = 0
+    left: int = 0
+    trial: bool = False
+    looked: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class Spent:
+    """Steps and seconds of one (bucket, S), and the context bucket it last ran in."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    context: int = 0
+
+
+@dataclass
+class AdaptiveController:
+    """Chooses S for each step, 0 to ``max_steps``."""
+
+    max_steps: int
+    costs: Costs = field(default_factory=Costs)
+    places: dict[Key, Place] = field(default_factory=dict)
+    spent: dict[tuple[int, int], Spent] = field(default_factory=dict)
+    credit: float = 0.0  # seconds that probing may cost
+    price: float = math.inf  # what the next probe is expected to cost
+    trial_left: int = 0
+    capture_s: float = 0.0  # of the last graph capture
+    catch_up_s: float = 0.0  # of the last catching up
+
+    def __post_init__(self) -> None:
+        self.acceptance = Acceptance(self.max_steps)
+
+    # -- before a step --------------------------------------------------------------------------------------------------------------------
+
+    def choose(self, bucket: int, context: int) -> Choice:
+        """The S of the next decode step of a batch."""
+        key = bucket, context
+        place = self.places.get(key)
+        if place is None:
+            first = not self.costs.ever(self.max_steps)
+            home = self.max_steps if first else max(range(self.max_steps + 1), key=lambda s: self.rate(key, s))
+            place = self.places[key] = Place(home, since=PERIOD // 2)
+        if not place.left:
+            place.since += 1
+            if place.since > PERIOD:
+                place.since = 0
+                self._decide(key, place)
+                self._explore(key, place)
+        if place.left:
+            place.left -= 1
+            if not place.left:
+                place.since = PERIOD - 2  # decide once the last step of the burst is known
+            return Choice(bucket, context, place.burst, place.trial)
+        trial = place.home > 0 and self.trial_left > 0
+        self.trial_left -= trial
+        return Choice(bucket, context, place.home, trial)
+
+    def rate(self, key: Key, num_steps: int) -> float:
+        """Expected tokens a second and row."""
+        return self.acceptance.expected(num_steps) / self.costs.cost(key, num_steps)
+
+    def _decide(self, key: Key, place: Place) -> None:
+        """Move to the best S when it is clearly better than the one in force."""
+        rates = [self.rate(key, s) for s in range(self.max_steps + 1)]
+        best = max(range(self.max_steps + 1), key=rates.__getitem__)
+        gain = rates[best] / rates[place.home]
+        untimed = best not in self.costs.known(key)
+        if best == place.home or (best and gain < GAIN) or (untimed and gain < SURE_GAIN and place.seconds < PATIENCE * self.capture_s):
+            return
+        if place.home == 0:
+            self.trial_left = TRIAL
+        place.home = best
+
+    def _explore(self, key: Key, place: Place) -> None:
+        """Start a burst of an S that is not in force: the best S > 0 from S = 0 when the budget allows; S = 0, or one step more, where that was never
+        timed and may be better."""
+        if place.home == 0:
+            self._probe(key, place)
+            return
+        cost, known = self.costs.cost, self.costs.known(key)
+        tokens, now = self.acceptance.expected, cost(key, place.home)
+        more = min(place.home + 1, self.max_steps)
+        # What may be better: no draft at three quarters of its known or estimated cost, one step more, never timed, at no cost at all.
+        wanted = [0] if 1.33 * self.rate(key, 0) > self.rate(key, place.home) or not self.costs.ever(0) else []
+        wanted += [more] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
+        for steps in wanted:
+            loss = max(0.05 * now, cost(key, steps) - now * tokens(steps) / tokens(place.home))
+            price = 4 * BURST * loss if steps in known else BURST * loss + self.capture_s  # a second look, lest the first one misled, comes later
+            if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.ever(0):
+                place.looked[steps] = place.seconds
+                place.burst, place.left, place.trial = steps, BURST, False
+                return
+
+    def _probe(self, key: Key, place: Place) -> None:
+        """Draft for a few steps from S = 0: when the budget pays for the expected loss, and once early in each place where it may well be no loss."""
+        known, plain = self.costs.known(key), self.costs.cost(key, 0)
+        best = max(range(1, self.max_steps + 1), key=lambda s: self.rate(key, s))
+        loss = BURST * max(self.costs.cost(key, best) - self.acceptance.expected(best) * plain, 0.05 * plain)
+        self.price = loss + max(self.catch_up_s, plain) + (0.0 if best in known else self.capture_s)
+        first_look = not any(known.keys() - {0}) and 1.33 * self.rate(key, best) > self.rate(key, 0)
+        if self.credit >= self.price or (first_look and place.seconds > FIRST_LOOK * self.price):
+            self.acceptance.soften()
+            place.burst, place.left, place.trial = best, BURST, True
+
+    # -- after a step ---------------------------------------------------------------------------------------------------------------------
+
+    def stepped(self, choice: Choice, outcome: Outcome) -> None:
+        """Take in what came of a step."""
+        spent = self.spent.setdefault((choice.bucket, choice.num_steps), Spent())
+        spent.steps += 1
+        spent.context = choice.context
+        if outcome.capture_s:
+            self.capture_s = outcome.capture_s
+        if choice.num_steps and outcome.rows:
+            self.acceptance.add(outcome.rows, outcome.reached, outcome.accepted)
+        if outcome.seconds is None:
+            return
+        spent.seconds += outcome.seconds
+        if choice.key in self.places:
+            self.places[choice.key].seconds += outcome.seconds
+        self.costs.add(choice.key, choice.num_steps, outcome.seconds, outcome.usable)
+        self._pay(choice, outcome, outcome.seconds)
+
+    def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:
+        """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most."""
+        self.credit += PROBE_SHARE * seconds
+        plain = self.costs.cost(choice.key, 0)
+        if choice.trial:
+            tokens = 1 + sum(outcome.accepted) / max(1, outcome.rows)
+            self.credit -= seconds - tokens * plain
+            if outcome.caught_up:
+                self.catch_up_s = max(0.0, seconds - outcome.capture_s - self.costs.cost(choice.key, choice.num_steps))
+        self.credit = min(self.credit, 2 * self.price)
+
+    def report(self) -> list[dict[str, Any]]:
+        """What was chosen and why: for each (bucket, S) its steps, the seconds of those without a prefill, the cost of one, and the tokens a row is
+        expected to commit in it. ``cost_ms`` is None where it was never measured."""
+        rows = []
+        for (bucket, steps), spent in sorted(self.spent.items()):
+            cost = self.costs.known((bucket, spent.context)).get(steps)
+            rows.append(
+                {
+                    "bucket": bucket,
+                    "num_steps": steps,
+                    "seconds": spent.seconds,
+                    "steps": spent.steps,
+                    "cost_ms": None if cost is None else 1000 * cost,
+                    "expected_tokens": self.acceptance.expected(steps),
+                }
+            )
+        return rows

@@ -1,0 +1,103 @@
+"""Adaptive speculation inside the engine: asks the controller before each decode step, times the step, and reports what came of it.
+
+Boundary: host bookkeeping between the engine and ``draft.adaptive``; no tensors but a retired step's numbers, already on the host. What a step's time
+is: with overlap the interval between two retirements, which in steady state is the device's time; without, the time of the call.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from specgen.draft.adaptive import Choice, Outcome
+from specgen.draft.base import Drafter
+from specgen.engine.graphs import StepGraphs, bucket_of, context_of
+from specgen.engine.scheduler import Batch
+from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
+
+
+class Controller(Protocol):
+    """Who decides: ``draft.adaptive.AdaptiveController``, or a script in tests."""
+
+    def choose(self, bucket: int, context: int) -> Choice:
+        """The next step's choice."""
+
+    def stepped(self, choice: Choice, outcome: Outcome) -> None:
+        """What came of a step."""
+
+    def report(self) -> list[dict[str, Any]]:
+        """Choices and reasons, for stats.json."""
+
+
+@dataclass
+class Paced:
+    """What ``Pacing`` remembers of a launched step. ``catch_up``: skipped steps its drafter follows first."""
+
+    choice: Choice
+    catch_up: int
+    clean: bool  # nothing but decode rows
+
+
+class Pacing:
+    """One engine's choices. ``skipped``: steps launched without a draft since the drafter last ran."""
+
+    def __init__(self, controller: Controller, drafter: Drafter, graphs: StepGraphs | None, max_batch: int, limit: int, overlap: int) -> None:
+        self.controller, self.drafter, self.graphs = controller, drafter, graphs
+        self.max_batch, self.limit, self.overlap = max_batch, limit, overlap
+        self.skipped = 0
+        self._steps = drafter.num_steps  # the last S > 0
+        self._start = self._last = 0.0
+        self._steady = False  # the step retired before was a decode step alone, and the next was launched by then
+        self._captured = 0.0
+
+    def begin(self, now: float) -> None:
+        """A call of ``Engine.step`` began at ``now``."""
+        self._start = now
+
+    def plan(self, batch: Batch) -> None:
+        """Set the num_steps of a batch and what its drafter has to follow first."""
+        choice = self.controller.choose(bucket_of(len(batch.decode), self.max_batch), context_of(batch.max_len, self.limit))
+        batch.num_steps, batch.catch_up = choice.num_steps, 0
+        if choice.num_steps == 0:
+            self.skipped += 1
+        else:
+            batch.catch_up, self.skipped = self.skipped, 0
+            if choice.num_steps != self._steps:
+                self.drafter.use_steps(choice.num_steps)
+                self._steps = choice.num_steps
+        batch.paced = Paced(choice, batch.catch_up, not batch.chunks)
+
+    def retired(self, batch: Batch, result: np.ndarray | None, launched: Batch) -> None:
+        """A step was retired while ``launched`` was the newest one. result [n, columns] int32, or None for a step without decode rows."""
+        now = time.perf_counter()
+        capture_s, self._captured = self._capture_seconds() - self._captured, self._capture_seconds()
+        since, self._last = self._last, now
+        steady, self._steady = self._steady, bool(batch.decode and launched.decode) and not batch.chunks
+        paced = batch.paced
+        if paced is None or result is None:
+            return
+        if self.overlap:
+            seconds = now - since if steady and paced.clean and not launched.chunks else None
+        else:
+            seconds = now - self._start if paced.clean else None
+        outcome = _outcome(result, paced.choice.num_steps)
+        outcome.seconds, outcome.capture_s, outcome.caught_up = seconds, capture_s, paced.catch_up > 0
+        outcome.usable = not capture_s and not paced.catch_up
+        self.controller.stepped(paced.choice, outcome)
+
+    def _capture_seconds(self) -> float:
+        return 0.0 if self.graphs is None else self.graphs.capture_seconds
+
+
+def _outcome(result: np.ndarray, num_steps: int) -> Outcome:
+    """Rows, reached and accepted by depth of a retired step: its rows that were alive on entry."""
+    rows = result[result[:, ALIVE] > 0]
+    if not num_steps:
+        return Outcome(None, len(rows))
+    accepted = np.bincount(rows[:, ACCEPTED], minlength=num_steps + 1)[: num_steps + 1]
+    stopped = np.bincount(rows[rows[:, CHILD_AT_END] > 0, ACCEPTED], minlength=num_steps + 1)
+    at_least = accepted[::-1].cumsum()[::-1][1:]
+    return Outcome(None, len(rows), (at_least + stopped[:num_steps]).tolist(), at_least.tolist())

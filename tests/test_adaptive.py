@@ -1,0 +1,508 @@
+"""Adaptive speculation: whatever num_steps is chosen, the text stays; a drafter that was away drafts as if it had not been; and the choice is right.
+
+The controller is tested against a made-up device whose times and acceptances are known; the engine against scripted choices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.config import DraftConfig, EngineConfig, ModelConfig
+from specgen.draft.adaptive import AdaptiveController, Choice, Outcome
+from specgen.draft.load import load_drafter
+from specgen.draft.ring import WINDOW
+from specgen.engine.engine import Engine
+from specgen.kernels import reference_step
+from specgen.models.attention import KvPool
+from specgen.models.loader import load_target
+from specgen.types import SamplingParams
+from tests.harness import Run, drive, engine_of, requests_of, run
+from tests.jobs import rows_of, same, start, stats_of, toy, write_lines
+from tests.oracles import endless_text
+from tests.toys import expected_rand
+
+PROMPTS = [row["prompt_ids"] for row in expected_rand()]
+SAMPLED = SamplingParams(max_tokens=32, temperature=0.8, seed=7)
+CHAINS = [
+    ("rand_target", "draft_model:rand_draft", 1),
+    ("rand_target", "eagle:eagle1_stirred", 1),
+    ("rand_target", "eagle3:eagle3_stirred", 1),
+    ("target_mtp_stirred", "mtp", 1),
+]
+OTHERS = [("rand_target", "ngram", 1), ("rand_target", "draft_model:rand_draft", 3), ("rand_target", "eagle3:eagle3_stirred", 2)]
+
+
+class Script:
+    """A controller that follows a script, over and over, and keeps what it is told."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        self.steps = itertools.cycle(steps)
+        self.told: list[tuple[Choice, Outcome]] = []
+
+    def choose(self, bucket: int, context: int) -> Choice:
+        return Choice(bucket, context, next(self.steps))
+
+    def stepped(self, choice: Choice, outcome: Outcome) -> None:
+        self.told.append((choice, outcome))
+
+    def report(self) -> list[dict[str, Any]]:
+        return []
+
+
+def scripted(engine: Engine, steps: Sequence[int]) -> Script:
+    """Put an adaptive engine under a script."""
+    assert engine.pacing is not None
+    script = engine.pacing.controller = Script(steps)
+    return script
+
+
+@cache
+def plain(target: str, sampling: SamplingParams | None, max_tokens: int = 32) -> list[list[int]]:
+    return run(target, None, PROMPTS, sampling, batch=8, max_tokens=max_tokens).ids
+
+
+def a_script(seed: int, most: int, length: int = 40) -> list[int]:
+    """Random S with stretches of every kind: single steps, long absences, quick changes."""
+    draw = random.Random(seed)
+    steps: list[int] = []
+    while len(steps) < length:
+        steps += [draw.choice([0, 0, *range(most + 1)])] * draw.choice([1, 1, 2, 5])
+    return steps
+
+
+# -- the text ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page", "overlap", "batch"), [(1, 0, 8), (4, 1, 3), (4, 0, 2), (1, 1, 8)])
+@pytest.mark.parametrize(("target", "draft", "topk"), CHAINS + OTHERS)
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["T=0", "T=0.8"])
+def test_no_schedule_of_num_steps_changes_the_text(
+    target: str, draft: str, topk: int, page: int, overlap: int, batch: int, sampling: SamplingParams | None
+) -> None:
+    engine = engine_of(target, draft, topk=topk, steps=4, batch=batch, page=page, overlap=overlap, chunk=50, adaptive=True)
+    scripted(engine, a_script(page + 2 * overlap, 4))
+    result = drive(engine, requests_of(PROMPTS, sampling or SamplingParams(max_tokens=32)))
+    assert result.ids == plain(target, sampling)
+    assert sum(r.counts.steps_without_draft for r in result.requests) > 20 < sum(r.counts.verify_steps for r in result.requests)
+
+
+def test_counts_say_which_steps_had_a_draft() -> None:
+    engine = engine_of("target", "draft_model:draft_perfect", steps=3, adaptive=True)
+    scripted(engine, [3, 0, 0, 1])
+    (row,) = drive(engine, requests_of([[30]], SamplingParams(max_tokens=19))).requests
+    # 1 from the prefill, then 4 + 1 + 1 + 2 tokens a round.
+    assert row.output_ids == endless_text([30], 19)
+    assert row.counts.as_dict() == dict(
+        prefill_sampled=1, verify_steps=5, steps_without_draft=4, proposed=[5, 3, 3], reached=[5, 3, 3], accepted=[5, 3, 3], committed=20, trimmed=2
+    )
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_rows_preempted_under_a_schedule_keep_their_text(overlap: int) -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, page=4, overlap=overlap, pages=44, adaptive=True)
+    scripted(engine, a_script(9, 3))
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    assert engine.scheduler.preemptions >= 2
+    assert result.ids == plain("rand_target", None)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_step_without_a_draft_does_not_run_the_drafter(overlap: int) -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, overlap=overlap, adaptive=True)
+    scripted(engine, [0])
+    for name in ("propose", "observe", "catch_up"):
+        setattr(engine.drafter, name, None)
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    assert result.ids == plain("rand_target", None) and all(r.counts.verify_steps == 0 for r in result.requests)
+
+
+# -- a drafter that was away ------------------------------------------------------------------------------------------------------------------
+
+
+def drafts_of(engine: Engine, requests: list[Any]) -> tuple[Run, dict[tuple[int, int], list[int]]]:
+    """Run, and keep the first two tokens of every draft of two or more by (row, length)."""
+    found: dict[tuple[int, int], list[int]] = {}
+    propose = engine.drafter.propose
+
+    def proposed(rows: Any, num_steps: int) -> Any:
+        draft = propose(rows, num_steps)
+        assert draft is not None
+        owners = {r.slot: r.prompt.index for r in requests}
+        for slot, length, tokens in zip(rows.slots.tolist(), rows.length.tolist(), draft.token_ids[:, :2].tolist(), strict=True):
+            if slot and num_steps > 1:
+                found[owners[slot], length] = tokens
+        return draft
+
+    engine.drafter.propose = proposed  # type: ignore[method-assign]
+    return drive(engine, requests), found
+
+
+LONG = SamplingParams(max_tokens=90, ignore_eos=True)
+
+
+@cache
+def drafts_of_one_always_there(target: str, draft: str, topk: int, rows: int) -> dict[tuple[int, int], list[int]]:
+    """What is drafted at the lengths that three runs come by, each begun elsewhere."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for steps in ([2], [1] + [2] * 90, [1, 1] + [2] * 90):
+        engine = engine_of(target, draft, topk=topk, steps=2, page=4, adaptive=True)
+        scripted(engine, steps)
+        found |= drafts_of(engine, requests_of(PROMPTS[:rows], LONG))[1]
+    return found
+
+
+@pytest.mark.parametrize("batch", [8, 2])
+@pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, *OTHERS[:2]])
+@pytest.mark.parametrize("away", [1, 6, 40])
+def test_a_drafter_that_was_away_drafts_as_if_it_had_not_been(target: str, draft: str, topk: int, batch: int, away: int) -> None:
+    """Also for rows whose prompt was prefilled meanwhile, when more rows than slots come."""
+    rows = min(batch + 3, 8)
+    always = drafts_of_one_always_there(target, draft, topk, rows)
+    engine = engine_of(target, draft, topk=topk, steps=2, batch=batch, page=4, adaptive=True)
+    scripted(engine, [0] * away + [2, 2])
+    _, sometimes = drafts_of(engine, requests_of(PROMPTS[:rows], LONG))
+    common = always.keys() & sometimes.keys()
+    assert len(common) > 8
+    assert {key: sometimes[key] for key in common} == {key: always[key] for key in common}
+
+
+@pytest.mark.parametrize("away", [1, 7, 63, 64])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_perfect_draft_is_accepted_whole_after_an_absence_within_the_ring(away: int, overlap: int) -> None:
+    """The target as its own draft model: right as long as its KV is whole."""
+    engine = engine_of("rand_target", "draft_model:rand_target", steps=3, batch=8, page=4, overlap=overlap, adaptive=True)
+    scripted(engine, [3] + [0] * away + [3] * 2)
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True)))
+    for steps in result.steps:
+        drafted = [step for step in steps if step.draft_depth]
+        assert len(drafted) >= 3 and all(step.accepted == step.draft_depth for step in drafted)
+
+
+@pytest.mark.parametrize("draft", ["draft_model:rand_draft", "eagle:eagle1_stirred", "eagle3:eagle3_stirred"])
+def test_what_is_older_than_the_ring_costs_acceptance_and_never_text(draft: str) -> None:
+    """Everything the drafter missed and cannot make up for is NaN here."""
+    engine = engine_of("rand_target", draft, steps=3, page=4, adaptive=True)
+    scripted(engine, [0] * 90 + [3])
+    catch_up = engine.drafter.catch_up
+
+    def poisoned(rows: Any, ring: Any, steps: int) -> None:
+        assert steps == 90 > WINDOW
+        engine.drafter.pool.k[:] = float("nan")  # type: ignore[attr-defined]
+        catch_up(rows, ring, steps)
+
+    engine.drafter.catch_up = poisoned  # type: ignore[method-assign]
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True)))
+    expected = run("rand_target", None, PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True)).ids
+    assert result.ids == expected and all(r.counts.verify_steps for r in result.requests)
+
+
+def test_a_wide_batch_catches_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.draft.ring.MAX_TOKENS", 32)
+    engine = engine_of("rand_target", "draft_model:rand_target", steps=2, page=4, adaptive=True)
+    scripted(engine, [0] * 21 + [2, 2])
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=60, ignore_eos=True)))
+    assert all(step.accepted == step.draft_depth for steps in result.steps for step in steps)
+
+
+def test_dflash_follows_what_it_missed() -> None:
+    config = ModelConfig(source="embedded", dtype="float32", device="cpu")
+    target, draft = load_target(config, "cpu", "float32"), DraftConfig(method="dflash", num_steps=4, adaptive=True)
+    found = []
+    for steps in ([2], [0] * 5 + [2, 2]):
+        engine = Engine(target, load_drafter(draft, config, target), EngineConfig(max_batch=2, page_size=4), draft)
+        scripted(engine, steps)
+        requests = requests_of([[40, 41, 42, 43], [90, 91], [300] * 9], SamplingParams(max_tokens=80, ignore_eos=True))
+        found.append(drafts_of(engine, requests))
+    (first, always), (second, sometimes) = found
+    assert first.ids == second.ids
+    common = always.keys() & sometimes.keys()
+    assert len(common) > 4 and {key: sometimes[key] for key in common} == {key: always[key] for key in common}
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------------------------
+
+
+def _lines(pool: KvPool) -> torch.Tensor:
+    assert isinstance(pool.k, torch.Tensor) and isinstance(pool.v, torch.Tensor)
+    return torch.cat([pool.k.flatten(2), pool.v.flatten(2)], 2).transpose(0, 1).flatten(1).clone()
+
+
+@pytest.mark.parametrize(("page", "overlap"), [(1, 0), (1, 1), (4, 1)])
+@pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, OTHERS[1]])
+def test_no_step_writes_outside_its_rows_pages(target: str, draft: str, topk: int, page: int, overlap: int) -> None:
+    engine = engine_of(target, draft, topk=topk, steps=4, batch=3, page=page, overlap=overlap, chunk=50, pages=200 // page, adaptive=True)
+    scripted(engine, a_script(3, 4))
+    launch, pages = engine.launch, engine.pages
+    seen = 0
+
+    def watched(batch: Any) -> Any:
+        nonlocal seen
+        pools = [engine.pool, engine.drafter.pool]  # type: ignore[attr-defined]
+        before = [_lines(pool) for pool in pools]
+        flight = launch(batch)
+        slots = [slot for slot, *_ in batch.decode] + [chunk.request.slot for chunk in batch.chunks]
+        allowed = torch.zeros(pages.num_pages, dtype=torch.bool)
+        allowed[0] = True
+        for slot in slots:
+            allowed[torch.from_numpy(pages.table[slot, : int(pages.allocated[slot]) // page]).long()] = True
+        for pool, old in zip(pools, before, strict=True):
+            changed = (_lines(pool) != old).any(1).view(pages.num_pages, page).any(1)
+            seen += int(changed.sum())
+            assert not (changed & ~allowed).any()
+        return flight
+
+    engine.launch = watched  # type: ignore[method-assign]
+    drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    assert seen > 100
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_reserve_serves_every_num_steps_of_the_job(overlap: int) -> None:
+    # A chain of 4: 5 nodes verified at the most; a draft model runs one ahead.
+    assert engine_of("rand_target", "draft_model:rand_draft", steps=4, overlap=overlap, adaptive=True).reserve == (overlap + 1) * 5 + 1
+    # A tree of 3 x 4 cut to 6 nodes: 12 slots to draft in.
+    engine = engine_of("rand_target", "eagle:eagle1_stirred", topk=3, steps=4, nodes=6, overlap=overlap, adaptive=True)
+    assert engine.reserve == (overlap + 1) * 12 and [engine.drafter.nodes(s) for s in range(5)] == [1, 4, 6, 6, 6]
+
+
+def test_the_chains_constants_are_rebuilt_on_every_change_of_num_steps() -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=4, adaptive=True)
+    script, seen = scripted(engine, [4, 2, 0, 2, 3]), []
+    use_steps = engine.drafter.use_steps
+    engine.drafter.use_steps = lambda steps: seen.append(steps) or use_steps(steps)  # type: ignore[method-assign,assignment,func-returns-value]
+    drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    changes = [new for old, new in itertools.pairwise([4, *(c.num_steps for c, _ in script.told if c.num_steps)]) if old != new]
+    assert seen[: len(changes)] == changes and len(changes) > 4
+    assert engine.drafter.chain.num_steps == seen[-1]  # type: ignore[attr-defined]
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("width", "offset"), [(0, 1), (24, 0), (1500, 0)])
+def test_the_ring_kernel_equals_its_reference(width: int, offset: int, device: str) -> None:
+    pytest.importorskip("triton")
+    from specgen.kernels import ring
+
+    g = torch.Generator().manual_seed(1)
+    slots, length = torch.tensor([3, 1, 0, 4]), torch.tensor([5, 70, 0, 63], dtype=torch.int32)
+    tokens = torch.randint(0, 9, (4, 2), generator=g).int()
+    states = torch.randn(4, width, generator=g) if width else None
+    rings = []
+    for keep in (ring.keep_step, reference_step.keep_step):
+        kept_tokens, kept = torch.zeros(5, 64, dtype=torch.int32, device=device), torch.zeros(5, 64, width, device=device)
+        moved = None if states is None else states.to(device)
+        keep(slots.to(device), length.to(device), tokens.to(device)[:, 0], kept_tokens, offset, moved, kept if width else None)
+        rings.append((kept_tokens, kept))
+    assert torch.equal(rings[0][0], rings[1][0]) and torch.equal(rings[0][1], rings[1][1])
+    assert rings[0][0][1, (70 + offset) % 64] == tokens[1, 0]
+
+
+# -- what the controller is told --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_controller_is_told_of_every_step_what_its_rows_did(overlap: int) -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, overlap=overlap, adaptive=True)
+    script = scripted(engine, [3, 0, 2])
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    drafted = [outcome for choice, outcome in script.told if choice.num_steps]
+    for name in ("reached", "accepted"):
+        told = [sum(values) for values in itertools.zip_longest(*(getattr(o, name) for o in drafted), fillvalue=0)]
+        counted = [sum(values) for values in itertools.zip_longest(*(getattr(r.counts, name) for r in result.requests), fillvalue=0)]
+        assert told == counted
+    assert sum(o.rows for _, o in script.told) == sum(map(len, result.steps))
+    assert all(outcome.caught_up == (before.num_steps == 0 < choice.num_steps) for (before, _), (choice, outcome) in itertools.pairwise(script.told))
+    assert all(outcome.usable != outcome.caught_up for _, outcome in script.told)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_step_beside_a_prefill_has_no_time(overlap: int) -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=2, overlap=overlap, adaptive=True)
+    script, chunks = scripted(engine, [1]), []
+    launch = engine.launch
+    engine.launch = lambda batch: chunks.append((bool(batch.decode), bool(batch.chunks))) or launch(batch)  # type: ignore[method-assign,func-returns-value]
+    drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=20)))
+    timed = [outcome.seconds is not None for _, outcome in script.told]
+    beside = [with_chunk for decode, with_chunk in chunks if decode]
+    assert len(timed) == len(beside) and sum(beside) > 2 and sum(timed) > 10
+    assert not any(t and b for t, b in zip(timed, beside, strict=True))
+
+
+# -- the controller ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A made-up device: a step of S takes ``cost(bucket, S)`` seconds, and a draft at depth d is accepted at ``rates[d]``, drawn row by row.
+
+    The host learns of a step ``late`` steps after it chose it. Catching up takes half a plain step.
+    """
+
+    def __init__(
+        self, controller: AdaptiveController, cost: Callable[[int, int], float], rates: Sequence[float], late: int = 1, seed: int = 0
+    ) -> None:
+        self.controller, self.cost, self.rates, self.late = controller, cost, list(rates), late
+        self.random = random.Random(seed)
+        self.pending: list[tuple[Choice, Outcome]] = []
+        self.away = False
+        self.captured: set[tuple[int, int]] = set()
+        self.capture_s = 0.0
+        self.seconds, self.tokens = 0.0, 0.0
+
+    def run(self, steps: int, bucket: int = 4, context: int = 512) -> dict[int, float]:
+        """Seconds spent at each S."""
+        spent: dict[int, float] = {}
+        for _ in range(steps):
+            choice = self.controller.choose(bucket, context)
+            outcome = self.outcome(choice)
+            assert outcome.seconds is not None
+            spent[choice.num_steps] = spent.get(choice.num_steps, 0.0) + outcome.seconds
+            self.seconds += outcome.seconds
+            self.tokens += 1 + sum(outcome.accepted) / bucket
+            self.pending.append((choice, outcome))
+            if len(self.pending) > self.late:
+                self.controller.stepped(*self.pending.pop(0))
+        return spent
+
+    def outcome(self, choice: Choice) -> Outcome:
+        bucket, steps = choice.bucket, choice.num_steps
+        caught_up, self.away = self.away and steps > 0, steps == 0
+        capture = 0.0 if (bucket, steps) in self.captured else self.capture_s
+        self.captured.add((bucket, steps))
+        reached, accepted = [0] * steps, [0] * steps
+        for _ in range(bucket):
+            for depth in range(steps):
+                reached[depth] += 1
+                if self.random.random() >= self.rates[depth]:
+                    break
+                accepted[depth] += 1
+        seconds = self.cost(bucket, steps) * self.random.uniform(0.98, 1.02) + capture + 0.5 * self.cost(bucket, 0) * caught_up
+        return Outcome(seconds, bucket, reached, accepted, usable=not capture and not caught_up, caught_up=caught_up, capture_s=capture)
+
+
+def speed(cost: Callable[[int, int], float], rates: Sequence[float], bucket: int, steps: int) -> float:
+    """Tokens a second and row at a fixed S."""
+    tokens, product = 1.0, 1.0
+    for rate in rates[:steps]:
+        product *= rate
+        tokens += product
+    return tokens / cost(bucket, steps)
+
+
+def memory_bound(bucket: int, steps: int) -> float:
+    """A GPU at a small batch: a verified token is nearly free, a drafted one costs a tenth."""
+    return 0.010 + 0.001 * steps + (0.0005 if steps else 0)
+
+
+def compute_bound(bucket: int, steps: int) -> float:
+    """A GPU whose step grows with the tokens it verifies."""
+    return 0.010 * max(1.0, bucket * (steps + 1) / 64) + 0.001 * steps
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("cost", [memory_bound, compute_bound])
+@pytest.mark.parametrize("rates", [[0.9] * 6, [0.7] * 6, [0.5] * 6, [0.3] * 6, [0.9, 0.8, 0.4, 0.2, 0.1, 0.1], [0.05] * 6])
+@pytest.mark.parametrize("bucket", [1, 8, 64])
+def test_the_choice_is_nearly_as_fast_as_the_best_fixed_num_steps(
+    bucket: int, rates: list[float], cost: Callable[[int, int], float], late: int
+) -> None:
+    device = Device(AdaptiveController(6), cost, rates, late)
+    device.run(4000, bucket)
+    best = max(speed(cost, rates, bucket, s) for s in range(7))
+    assert device.tokens / device.seconds > 0.97 * best
+
+
+@pytest.mark.parametrize("bucket", [1, 8, 64])
+def test_a_draft_that_is_never_right_is_turned_off_and_costs_one_percent(bucket: int) -> None:
+    device = Device(AdaptiveController(5), memory_bound, [0.0] * 5)
+    device.run(100, bucket)
+    first, device.seconds, device.tokens = device.seconds, 0.0, 0.0
+    assert first < 100 * memory_bound(bucket, 0) * 1.1
+    spent = device.run(20000, bucket)
+    assert 0 < 1 - device.tokens / device.seconds * memory_bound(bucket, 0) < 0.011
+    assert spent[0] > 0.9 * sum(spent.values()) and spent.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("capture_s", [0.0, 0.5])
+def test_probing_never_costs_more_than_its_share_captures_included(capture_s: float) -> None:
+    """A draft that is right just often enough to be worth another look."""
+    device = Device(AdaptiveController(4), memory_bound, [0.12, 0.1, 0.1, 0.1], seed=3)
+    device.capture_s = capture_s
+    device.run(60)
+    device.seconds = device.tokens = 0.0
+    device.run(30000)
+    assert device.tokens / device.seconds > 0.985 / memory_bound(4, 0)
+
+
+def test_the_draft_comes_back_when_acceptance_returns() -> None:
+    device = Device(AdaptiveController(4), memory_bound, [0.0] * 4)
+    spent = device.run(3000)
+    assert max(spent, key=spent.__getitem__) == 0
+    device.rates = [0.9] * 4
+    spent = device.run(3000)
+    assert sum(seconds for steps, seconds in spent.items() if steps >= 3) > 0.5 * sum(spent.values())
+    spent = device.run(1000)
+    assert spent.keys() <= {3, 4}
+    device.rates = [0.0] * 4
+    device.run(400)
+    spent = device.run(1000)
+    assert spent[0] > 0.95 * sum(spent.values())
+
+
+def test_the_choice_follows_the_batch_as_it_drains() -> None:
+    rates = [0.7] * 6
+    device = Device(AdaptiveController(6), compute_bound, rates)
+    for bucket in (64, 32, 8, 1):
+        device.run(500, bucket)
+        spent = device.run(500, bucket)
+        chosen = max(spent, key=spent.__getitem__)
+        best = max(speed(compute_bound, rates, bucket, s) for s in range(7))
+        assert speed(compute_bound, rates, bucket, chosen) > 0.97 * best, bucket
+
+
+def test_the_report_says_what_was_chosen_and_why() -> None:
+    device = Device(AdaptiveController(3), memory_bound, [0.0] * 3, late=0)
+    spent = device.run(500, 8)
+    report = device.controller.report()
+    assert [(row["bucket"], row["num_steps"]) for row in report] == [(8, s) for s in sorted(spent)]
+    assert sum(row["steps"] for row in report) == 500
+    for row in report:
+        assert row["seconds"] == pytest.approx(spent[row["num_steps"]])
+    by_steps = {row["num_steps"]: row for row in report}
+    assert by_steps[0]["expected_tokens"] == 1.0 and by_steps[0]["cost_ms"] == pytest.approx(10.0, rel=0.02)
+    assert 1 < by_steps[3]["expected_tokens"] < 1.2 and by_steps[3]["cost_ms"] == pytest.approx(13.5, rel=0.02)
+
+
+def test_an_engine_turns_off_a_draft_that_is_never_right() -> None:
+    engine = engine_of("target", "draft_model:draft_never", steps=4, batch=2, adaptive=True)
+    result = drive(engine, requests_of([[30], [40], [24], [31]] * 3, SamplingParams(max_tokens=200, ignore_eos=True)))
+    assert all(len(ids) == 200 for ids in result.ids)
+    report = engine.adaptive_report()
+    off = sum(row["seconds"] for row in report if row["num_steps"] == 0)
+    assert off > 0.9 * sum(row["seconds"] for row in report)
+
+
+def test_an_engine_with_a_fixed_num_steps_reports_nothing() -> None:
+    engine = engine_of("target", "draft_model:draft_half", steps=2)
+    assert engine.adaptive_report() == [] and engine.ring is None
+
+
+def test_a_job_writes_the_same_rows_and_says_what_was_chosen(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "in.jsonl", [{"prompt": text} for text in ("w30", "w40 w41", "w10")])
+    common = (f"data.path={data}", "data=jsonl", "sampling.max_tokens=20", "engine.max_batch=2")
+    assert start(tmp_path / "plain", *toy(None), *common) == 0
+    assert start(tmp_path / "adaptive", *toy("draft_half"), *common, "draft.adaptive=true") == 0
+    assert same(rows_of(tmp_path / "adaptive")) == same(rows_of(tmp_path / "plain"))
+    chosen = stats_of(tmp_path / "adaptive")["draft"]["adaptive"]
+    assert all(row.keys() == {"bucket", "num_steps", "seconds", "steps", "cost_ms", "expected_tokens"} for row in chosen)
+    assert {row["bucket"] for row in chosen} <= {1, 2} and all(row["steps"] > 0 for row in chosen)
+    assert stats_of(tmp_path / "plain")["draft"]["adaptive"] is False
