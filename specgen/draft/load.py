@@ -58,7 +58,7 @@ def load_drafter(draft: DraftConfig, model: ModelConfig, target: Target, tokeniz
     head: Any
     if draft.method == "draft_model":
         config = ModelConfig(source="hf", path=str(folder), dtype=model.dtype, max_length=target.max_length, load_format=draft.load_format)
-        head = DraftModelHead(load_target(config, target.device, target.dtype), target.vocab_size)
+        head = DraftModelHead(load_target(config, target.device, target.dtype, extend=True), target.vocab_size)
         if tokenizer is not None and not dummy and (folder / "tokenizer.json").exists():
             from transformers import AutoTokenizer
 
