@@ -7,6 +7,7 @@ shape, no host read. ``step`` is the whole story; with ``overlap`` 1 the host re
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from specgen.models.target import Target
 from specgen.types import Draft, Layout, Request
 
 MOVES = frozenset({"sampled", MIN_TOKENS})  # features that look at a row's output length
+log = logging.getLogger("specgen")
 DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
 CPU_KV_BYTES = 1 << 30
 
@@ -130,6 +132,7 @@ class Engine:
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
         self.times = StepTimes()
+        self.batch_cuts: list[int] = []  # row limits after each time the device ran out of memory
         self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._result = torch.zeros(max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._scratch_slots = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
@@ -192,7 +195,10 @@ class Engine:
                 self.pacing.plan(batch)
         launched = bool(batch.decode or batch.chunks)
         if launched:
-            self.in_flight.append(self.launch(batch))
+            flight = self._try_launch(batch)
+            if flight is None:
+                return done + self._cut_batch()
+            self.in_flight.append(flight)
             self.times.steps += 1
         if self.in_flight and (len(self.in_flight) > self.overlap or not launched):
             flight = self.in_flight.popleft()
@@ -204,6 +210,30 @@ class Engine:
                 self.times.step_ms.append(1000 * seconds)
                 self.times.decode_seconds += seconds
                 self.times.decode_tokens += self.scheduler.decoded_tokens - before
+        return done
+
+    def _try_launch(self, batch: Batch) -> InFlight | None:
+        """Launch a step; None when the device has no memory for it."""
+        try:
+            return self.launch(batch)
+        except torch.OutOfMemoryError as error:
+            log.warning("the device ran out of memory with %d rows: %s", len(batch.decode) + len(batch.chunks), str(error).splitlines()[0])
+        return None
+
+    def _cut_batch(self) -> list[Request]:
+        """After a launch that ran out of memory: retire what is in flight, give the memory back, and go on with half the rows."""
+        done: list[Request] = []
+        while self.in_flight:
+            done += self.retire(self.in_flight.popleft())
+        limit = self.scheduler.cut()
+        if limit == 0:
+            raise CapacityError("the device has no memory for a step of one row: lower engine.prefill_tokens or engine.memory_fraction")
+        self.batch_cuts.append(limit)
+        if self.graphs is not None:
+            self.graphs.close()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        log.warning("going on with at most %d rows at a time", limit)
         return done
 
     @property

@@ -92,6 +92,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
+        self.limit = max_batch  # rows that may hold slots at once; lowered when the device runs out of memory
         self.preemptions = 0
         self.prefilled_tokens = 0  # prompt tokens run through the models, over the engine's life
         self.decoded_tokens = 0  # tokens kept from decode steps, over the engine's life
@@ -158,7 +159,7 @@ class Scheduler:
         """Move waiting requests into free slots, in order; a sample whose prompt a sibling is still prefilling is passed over until that is done."""
         admitted: list[Request] = []
         passed: list[Request] = []
-        while self.waiting and self._free_slots and budget > 0:
+        while self.waiting and self._free_slots and budget > 0 and len(self.running) + len(self.prefilling) < self.limit:
             request = self.waiting[0]
             known, shared = _known(request), self._shared_pages(request)
             sibling = self._sibling(request, shared) if shared else None
@@ -283,10 +284,21 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give back a row's pages; it will prefill prompt + output[:-1] again and go on from its last token."""
         self.preemptions += 1
-        self.running.remove(request)
+        (self.prefilling if request.status == "prefill" else self.running).remove(request)
         self._release(request)
         request.status, request.epoch = "waiting", request.epoch + 1
         self.waiting.appendleft(request)
+
+    def cut(self) -> int:
+        """Preempt every row and admit at most half as many from now on; returns the new limit, 0 when it was one row already.
+
+        After a launch that broke off, the device may be ahead of what the host knows; beginning each row again from its known tokens is safe.
+        """
+        held = len(self.running) + len(self.prefilling)
+        for request in [*reversed(self.running), *reversed(self.prefilling)]:
+            self._preempt(request)
+        self.limit = min(self.limit, held) // 2
+        return self.limit
 
     def _release(self, request: Request) -> None:
         self.pages.release(request.slot)

@@ -5,6 +5,7 @@ Boundary: rows in, numbers out, in one pass; what the rows cannot tell (model, t
 
 from __future__ import annotations
 
+import copy
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -132,11 +133,14 @@ class Tally:
 
     def per_input_row(self) -> tuple[Ints, Ints, Ints]:
         """(index, accepted, verify_steps), one entry an input row, its samples added up; each int64 [R]."""
-        index, place = np.unique(np.asarray(self._index, dtype=np.int64), return_inverse=True)
-        sums = [np.zeros(len(index), dtype=np.int64) for _ in range(2)]
-        for total, values in zip(sums, (self._accepted, self._steps), strict=True):
-            np.add.at(total, place, np.asarray(values, dtype=np.int64))
-        return index, sums[0], sums[1]
+        index = np.asarray(self._index, dtype=np.int64)
+        if not len(index):
+            return index, index, index
+        order = np.argsort(index, kind="stable")
+        index = index[order]
+        first = np.flatnonzero(np.diff(index, prepend=index[0] - 1))
+        accepted, steps = (np.add.reduceat(np.asarray(values, dtype=np.int64)[order], first) for values in (self._accepted, self._steps))
+        return index[first], accepted, steps
 
     def figures(self, draft_nodes: int | None, seed: int, resamples: int) -> dict[str, Any]:
         """Counts and acceptance, under the names of stats.json."""
@@ -214,7 +218,9 @@ def _bootstrap(accepted: Ints, steps: Ints, seed: int, resamples: int) -> tuple[
     Equal rows are drawn together: the number of times each distinct pair comes up is multinomial, which costs the number of distinct
     pairs instead of the number of rows. Memory is bounded by drawing in chunks.
     """
-    pairs, times = np.unique(np.stack([accepted, steps], axis=1), axis=0, return_counts=True)
+    base = steps.max() + 1  # one number a pair sorts in half the memory
+    codes, times = np.unique(accepted * base + steps, return_counts=True)
+    pairs = np.stack([codes // base, codes % base], axis=1)
     rows = int(times.sum())
     ratio = pairs[:, 0] / pairs[:, 1]
     rng = np.random.default_rng(seed)
@@ -243,10 +249,15 @@ def compute_stats(
     """
     total, groups, ungrouped, simulated = Tally(), dict[str, Tally](), Tally(), False
     for row in rows:
+        name = group_of(row)
+        if name is not None and not groups:
+            ungrouped = copy.deepcopy(total)  # until now no row had a group: what is known of those rows is known of all
         total.add(row)
         simulated = simulated or bool(row.get("simulated", False))
-        name = group_of(row)
-        (ungrouped if name is None else groups.setdefault(name, Tally())).add(row)
+        if name is not None:
+            groups.setdefault(name, Tally()).add(row)
+        elif groups:
+            ungrouped.add(row)
     if groups and ungrouped.samples:
         groups[NO_GROUP] = ungrouped
     return {
