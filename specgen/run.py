@@ -165,7 +165,8 @@ class _Run:
             log.warning("%d %s", count, what)
         if job.totals.first_token_s is not None:
             log.info("first token after %.2f s, %.2f s after the start", job.totals.first_token_s, start_s + job.totals.first_token_s)
-        return {"rows": job.totals.rows, "complete": not job.stopped, "throughput": throughput, "step": step, "start_s": start_s}
+        cuts = {"batch_cuts": engine.batch_cuts} if engine.batch_cuts else {}  # row limits after each time the device ran out of memory
+        return {"rows": job.totals.rows, "complete": not job.stopped, "throughput": throughput, "step": step, "start_s": start_s, **cuts}
 
     def _pass(self, engine: Engine) -> Job:
         config, writer = self.config, self.writer
