@@ -378,3 +378,18 @@ def test_more_rows_than_slots_are_run_in_the_order_they_came() -> None:
     engine = engine_of("target", None, batch=1)
     rows = requests_of([[30], [40], [10]], SamplingParams(max_tokens=5))
     assert [r.prompt.id for r in engine.run(rows)] == [0, 1, 2]
+
+
+def test_an_index_out_of_range_is_named_when_indices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specgen.draft.autoregressive import AutoregressiveDrafter
+
+    real = AutoregressiveDrafter.propose
+
+    def wrong(self, rows, num_steps):
+        draft = real(self, rows, num_steps)
+        draft.next_sibling = rows.length.new_full((1, 4), 4)
+        return draft
+
+    monkeypatch.setattr(AutoregressiveDrafter, "propose", wrong)
+    with pytest.raises(IndexError, match=r"draft next_sibling: 4 outside \[-1, 4\)"):
+        run("rand_target", "draft_model:rand_draft", [[1, 5]], steps=3, max_tokens=8)

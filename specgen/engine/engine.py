@@ -22,7 +22,7 @@ from specgen.config import DraftConfig, EngineConfig
 from specgen.draft.adaptive import AdaptiveController
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.ring import StateRing
-from specgen.draft.tree import draft_depth
+from specgen.draft.tree import IndexChecks, detect_oob, draft_depth
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
@@ -132,6 +132,7 @@ class Engine:
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
         self.times = StepTimes()
+        self.checks = IndexChecks(self.device) if engine.check_indices else None
         self.batch_cuts: list[int] = []  # row limits after each time the device ran out of memory
         self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._result = torch.zeros(max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
@@ -320,6 +321,8 @@ class Engine:
         draft = self.drafter.propose(rows, num_steps) if num_steps else None
         hidden, logits, y = self._verify(rows, draft)
         tokens, accepted, count, path = self._commit(rows, draft, y, result)
+        if self.checks is not None:
+            self._check_step(rows, draft, tokens, accepted, path)
         self.law.count(rows.slots, tokens, count)
         if self._logprobs is not None and self.top is not None:
             self._logprobs[: tokens.shape[0], : tokens.shape[1]] = logprobs(logits, tokens, path, rows.sampling, self.top)
@@ -339,10 +342,26 @@ class Engine:
         depth = self._depths[:nodes] if draft is None or draft.depth is None else draft.depth
         where = {} if draft is None or draft.path is None else {"depth": draft.depth, "path": draft.path}
         layout = rows.place(nodes, **where)
+        detect_oob(self.checks, "KV slots of the verify window", layout.slots, 0, self.pages.num_pages * self.pages.page_size)
+        detect_oob(self.checks, "positions of the verify window", layout.positions, 0, self.max_length)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
         logits = self._tapped(self.target.logits(hidden.last))
         logits = adjust(logits, rows.sampling, depth, draft)
         return hidden, logits, draw_or_reject(logits, rows.sampling, depth, draft)
+
+    def _check_step(self, rows: StepRows, draft: Draft | None, tokens: Tensor, accepted: Tensor, path: Tensor | None) -> None:
+        """Count every index of a step that lies outside its range (``engine.check_indices``); ``retire`` raises."""
+        vocab, nodes = self.target.vocab_size, 1 if draft is None else draft.token_ids.shape[1] + 1
+        detect_oob(self.checks, "root tokens", rows.root, 0, vocab)
+        detect_oob(self.checks, "block table", rows.block_table, 0, self.pages.num_pages)
+        detect_oob(self.checks, "lengths", rows.length, 0, self.max_length)
+        detect_oob(self.checks, "committed tokens", tokens, 0, vocab)
+        detect_oob(self.checks, "accepted lengths", accepted, 0, tokens.shape[1])
+        detect_oob(self.checks, "accepted path", path, -1, nodes)
+        if draft is not None:
+            detect_oob(self.checks, "drafted tokens", draft.token_ids, 0, vocab)
+            for name in ("parents", "path", "first_child", "next_sibling"):
+                detect_oob(self.checks, f"draft {name}", getattr(draft, name), -1, nodes)
 
     def _tapped(self, logits: Tensor) -> Tensor:
         if self.tap is not None:
@@ -439,6 +458,8 @@ class Engine:
             n = len(flight.finals)
             flight.prefill_result.wait()
             done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], _read(flight.prefill_logprobs, n))
+        if self.checks is not None:
+            self.checks.raise_if_any()  # waits for the device: the price of checking
         return done
 
 
