@@ -182,12 +182,18 @@ def read_hydra_files(folder: Path) -> tuple[dict[str, Any], list[str], Path | No
 
 @contextmanager
 def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.Logger]:
-    """The ``specgen`` logger on stderr and, with ``folder``, in its ``specgen.log``, for the time of one job."""
+    """The ``specgen`` logger on the console and, with ``folder``, in its ``specgen.log``, for the time of one job.
+
+    News goes to stdout and warnings to stderr, so that what a mistake in the call prints on stderr is its one line.
+    """
     logger = logging.getLogger("specgen")
-    console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(logging.Formatter("%(message)s"))
-    console.addFilter(lambda record: not getattr(record, "file_only", False))
-    handlers: list[logging.Handler] = [console]
+    news, warnings = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    news.addFilter(lambda record: record.levelno < logging.WARNING)
+    warnings.setLevel(logging.WARNING)
+    handlers: list[logging.Handler] = [news, warnings]
+    for console in handlers:
+        console.setFormatter(logging.Formatter("%(message)s"))
+        console.addFilter(lambda record: not getattr(record, "file_only", False))
     if folder is not None:
         try:
             file = logging.FileHandler(folder / "specgen.log", encoding="utf-8")

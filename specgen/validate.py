@@ -28,6 +28,7 @@ UNSUPPORTED: tuple[tuple[str, Any], ...] = (("sampling.grammar", ANYTHING),)
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own
 CHAIN_ONLY = ("ngram", "dflash")
+TREE_WINDOW = 256  # nodes that attention's ancestor masks can name
 RANDOM_WEIGHTS = ("draft_model", "eagle", "eagle3")  # drafters that draft.load_format=dummy can make
 DRAFT_CHECKS: list[Callable[[str, Path], None]] = [check_kind]  # (method, folder): a local drafter's files against its method
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -135,6 +136,10 @@ def _check_draft(draft: DraftConfig) -> None:
         raise ConfigError(
             f"draft.num_draft_tokens={nodes}: a tree of draft.topk={draft.topk} and draft.num_steps={draft.num_steps} has at most {most} nodes"
         )
+    window = draft.topk * (draft.num_steps - 1)
+    if draft.topk > 1 and max(window, nodes) > TREE_WINDOW:
+        what = f"{nodes} nodes to verify" if nodes > TREE_WINDOW else f"draft.topk x (draft.num_steps - 1) = {window} nodes to draft"
+        raise ConfigError(f"draft.topk={draft.topk}, draft.num_steps={draft.num_steps}: a tree may hold {TREE_WINDOW} nodes, this one has {what}")
     length = draft.simulate_acceptance_length
     if length is not None and draft.adaptive:
         raise ConfigError(

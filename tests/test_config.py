@@ -186,6 +186,14 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
         ("sampling.grammar=x", "sampling.grammar=x is not supported in this version"),
         ("sampling.logprobs=101", "sampling.logprobs=101: must be at least 0 and at most 100"),
         (
+            "draft.topk=8 draft.num_steps=64",
+            "draft.topk=8, draft.num_steps=64: a tree may hold 256 nodes, this one has draft.topk x (draft.num_steps - 1) = 504 nodes to draft",
+        ),
+        (
+            "draft.topk=16 draft.num_steps=5 draft.num_draft_tokens=300",
+            "draft.topk=16, draft.num_steps=5: a tree may hold 256 nodes, this one has 300 nodes to verify",
+        ),
+        (
             "draft.adaptive=true draft.simulate_acceptance_length=2",
             "draft.simulate_acceptance_length=2 cannot be combined with draft.adaptive=true, which goes by real acceptance; leave one out",
         ),
@@ -242,10 +250,11 @@ def test_the_default_tree_fits_and_one_node_more_than_the_largest_does_not(topk:
     assert num_draft_tokens(draft) == (steps + 1 if topk == 1 else min(128, 1 + steps * topk))
     most = max_draft_tokens(topk, steps)
     assert num_draft_tokens(draft) <= most
+    most = most if topk == 1 else min(most, validate.TREE_WINDOW)
     validate._check_draft(draft)
     if topk > 1:
         validate._check_draft(replace(draft, num_draft_tokens=most))
-    with pytest.raises(ConfigError, match=r"draft\.num_draft_tokens"):
+    with pytest.raises(ConfigError, match=r"draft\.num_draft_tokens|a tree may hold 256 nodes, this one has 257"):
         validate._check_draft(replace(draft, num_draft_tokens=most + 1))
 
 

@@ -52,3 +52,9 @@ def test_a_step_of_one_row_that_does_not_fit_is_an_error_with_the_keys_to_lower(
     limited(engine, 0, False)
     with pytest.raises(CapacityError, match=r"engine\.memory_fraction"):
         drive(engine, requests_of(PROMPTS[:4], SamplingParams(max_tokens=4)))
+
+
+def test_a_batch_larger_than_the_pool_has_pages_is_what_the_pool_can_hold() -> None:
+    engine = engine_of("rand_target", None, batch=100_000_000, page=256, pages=40)
+    assert engine.max_batch == engine.pages.num_pages - 1 == 39
+    assert drive(engine, requests_of(PROMPTS[:4], SamplingParams(max_tokens=4))).finish == ["length"] * 4

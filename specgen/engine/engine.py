@@ -108,6 +108,10 @@ class Engine:
         ring_bytes = StateRing.size(*ring) if adaptive else 0
         page = engine.page_size
         num_pages = self._plan_pages(max_batch, page, ring_bytes)
+        if num_pages - 1 < max_batch:
+            max_batch = num_pages - 1  # every row holds a page at least
+            ring = (max_batch + 1, *ring[1:])
+            log.info("at most %d rows at a time: the KV pool has no page for more", max_batch)
         self.pages = PageTable(max_batch + 1, self.max_length + self.reserve, num_pages, page, self.device)
         self.rows = DeviceRows(max_batch + 1, self.device)
         self.law = LawState(max_batch + 1, target.vocab_size, self.max_length, self.device)
