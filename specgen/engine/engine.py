@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class StepTimes:
     it."""
 
     steps: int = 0
-    step_ms: list[float] = field(default_factory=list)
+    step_ms: array[float] = field(default_factory=lambda: array("d"))  # 8 bytes a step, where a list would keep an object
     decode_tokens: int = 0
     decode_seconds: float = 0.0
 
