@@ -223,8 +223,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def max_draft_tokens(topk: int, num_steps: int) -> int:
-    """Nodes of the largest tree, root included: 1 + K + (S - 1) K^2."""
-    return 1 + topk + (num_steps - 1) * topk * topk
+    """Nodes of the largest tree, root included: 1 + K + (S - 1) K^2, and the root alone for S = 0."""
+    return 1 + topk + (num_steps - 1) * topk * topk if num_steps else 1
 
 
 def num_draft_tokens(draft: DraftConfig) -> int:

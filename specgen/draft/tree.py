@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specgen.config import max_draft_tokens
 from specgen.errors import ConfigError
 from specgen.kernels import ops
 from specgen.types import Draft
@@ -21,11 +22,6 @@ MAX_DEFAULT_NODES = 128
 def default_draft_tokens(topk: int, num_steps: int) -> int:
     """Nodes verified per request, root included, when ``draft.num_draft_tokens`` is not set."""
     return num_steps + 1 if topk == 1 else min(MAX_DEFAULT_NODES, 1 + topk * num_steps)
-
-
-def max_draft_tokens(topk: int, num_steps: int) -> int:
-    """The most nodes a tree can have, root included: every candidate of every depth."""
-    return 1 + (topk + (num_steps - 1) * topk * topk if num_steps else 0)
 
 
 def check_draft_tokens(topk: int, num_steps: int, num_draft_tokens: int) -> None:
