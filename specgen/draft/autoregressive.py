@@ -93,6 +93,7 @@ class AutoregressiveDrafter(Drafter):
         rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self.row_starts = {width: rows * width for width in range(2, self.num_steps + 2)}
         self.pair = torch.arange(2, dtype=torch.int32, device=device)
+        self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
         self.states: Tensor | None = None  # with ``rejection``: what depth 1 is drawn from, once the first prefill has shown its width
         self.max_slots = max_slots
         self.comb = comb(self.topk, self.num_steps, max_batch, device) if self.rejection and self.topk > 1 else None
@@ -219,6 +220,10 @@ class AutoregressiveDrafter(Drafter):
             states = states.index_select(0, rows.final_last)
             feed = None if feed is None else feed.index_select(0, rows.final_last)
         self._keep(final.slots, states, feed, final.sampling)
+
+    def use_steps(self, num_steps: int) -> None:
+        if self.topk == 1:
+            self.chain = tree.rebuild_topk1_chain_buffers(num_steps, self.max_batch, self.head.device)
 
     def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
         ring.push(rows, tokens, self.head.features(hidden))
