@@ -24,6 +24,7 @@ COMMANDS = {
     "acceptance": "acceptance at a temperature on the embedded family: coupled, greedy and sampled drafts (CPU)",
     "kernels_forward": "attention, matrix products, small kernels and a decoder layer of an 8B model: device time (CUDA)",
     "kernels_sampling": "sampling, drafting, trees and next tokens at the sizes of an 8B model: device time beside plain torch (CUDA)",
+    "long_context": "the verify step of an 8B model over long contexts beside its floor (CUDA)",
     "steps": "decode step time of the 8B jobs by method and batch (CUDA)",
 }
 

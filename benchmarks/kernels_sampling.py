@@ -79,23 +79,42 @@ def softmax_topk(x: Tensor, k: int) -> Any:
     return torch.log_softmax(x.float(), 1).topk(k, 1)
 
 
+def usual_filters(x: Tensor, p: Parameters) -> Tensor:
+    """The usual filtered draw in torch: one sort of the whole vocabulary, top-k, top-p and min-p over it, then the exponential race."""
+    z, order = torch.sort(x.float() / p.temperature[:, None], 1, descending=True)
+    place = torch.arange(z.shape[1], device=z.device)
+    z = z.masked_fill((p.top_k[:, None] > 0) & (place >= p.top_k[:, None]), -torch.inf)
+    law = torch.softmax(z, 1)
+    law = law.masked_fill((law.cumsum(1) - law >= p.top_p[:, None]) | (law < p.min_p[:, None] * law[:, :1]), 0.0)
+    return order.gather(1, (law / torch.empty_like(law).exponential_()).argmax(1, keepdim=True))
+
+
 def sampled(batches: list[int]) -> Iterator[Row]:
-    """T > 0, unfiltered and filtered, on peaked and on flat logits; beside the reference (a stable sort)."""
-    cases = {"no filter": (0, 1.0, 0.0), "top-p 0.95": (0, 0.95, 0.0), "top-k 20 top-p 0.95": (20, 0.95, 0.0), "min-p 0.05": (0, 1.0, 0.05)}
+    """T > 0, unfiltered and filtered, on peaked and on flat logits; beside one read of the logits, the usual torch code, and the definition."""
+    cases = {
+        "no filter": (0, 1.0, 0.0),
+        "top-p 0.95": (0, 0.95, 0.0),
+        "top-k 20 top-p 0.95": (20, 0.95, 0.0),
+        "min-p 0.05": (0, 1.0, 0.05),
+        "top-k 50 top-p 0.95 min-p 0.02": (50, 0.95, 0.02),
+    }
     for rows in batches:
         for name, spread in (("peaked", 4.0), ("flat", 0.5)):
             many = logits_like(rows, spread, torch.float32)
+            read = graph_time([partial(torch.amax, x, 1) for x in many])
             for filters, values in cases.items():
                 p = Parameters(rows, *values)
                 features = {"sampled"} if filters == "no filter" else {"sampled", "filters"}
                 ours = graph_time([partial(sampling.gumbel_argmax, x, *p.sampler(), VOCAB, features=features) for x in many])
-                row = {"case": f"sample {rows} x {VOCAB} {name}, {filters}", "us": ours * 1e6}
-                if filters == "no filter":
-                    row["torch_us"] = graph_time([partial(softmax_sample, x, p) for x in many]) * 1e6
-                else:
-                    x, limit = many[0], min(rows, 64)
+                naive = softmax_sample if filters == "no filter" else usual_filters
+                row = {"case": f"sample {rows} x {VOCAB} {name}, {filters}", "us": ours * 1e6, "read_us": read * 1e6, "reads": ours / read}
+                row["read_tb_s"] = many[0].numel() * 4 / read / 1e12
+                row["torch_us"] = host_time(partial(naive, many[0], p), 10) * 1e6
+                row["torch_ratio"] = row["torch_us"] / row["us"]
+                if filters != "no filter":
+                    limit = min(rows, 64)
                     q = Parameters(limit, *values)
-                    row[f"reference_{limit}_rows_us"] = host_time(partial(reference.gumbel_argmax, x[:limit], *q.sampler(), VOCAB), 5) * 1e6
+                    row[f"reference_{limit}_rows_us"] = host_time(partial(reference.gumbel_argmax, many[0][:limit], *q.sampler(), VOCAB), 3) * 1e6
                 yield row
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
+from specgen.draft.adaptive import Choice, Outcome
 from specgen.draft.load import load_drafter
 from specgen.engine.engine import Engine
 from specgen.models.loader import load_target
@@ -28,21 +29,41 @@ JOBS: dict[str, dict[str, Any]] = {
     "eagle3_s5": {"method": "eagle3", "num_steps": 5},
     "draft_1b_s3": {"method": "draft_model", "num_steps": 3},
     "eagle3_tree": {"method": "eagle3", "num_steps": 4, "topk": 4, "num_draft_tokens": 16},
+    "eagle3_off": {"method": "eagle3", "num_steps": 3, "adaptive": True},  # the drafter is loaded and every step runs at num_steps 0
 }
 PATHS = {"eagle3": "llama31_8b_eagle3", "draft_model": "llama32_1b"}
+
+
+class NoSteps:
+    """A controller of adaptive speculation that never drafts."""
+
+    def choose(self, bucket: int, context: int) -> Choice:
+        """Num_steps 0."""
+        return Choice(bucket, context, 0)
+
+    def stepped(self, choice: Choice, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    def report(self) -> list[dict[str, Any]]:
+        """Nothing to say."""
+        return []
 
 
 def draft_config(job: dict[str, Any]) -> DraftConfig:
     """The draft configuration of a job."""
     if job["method"] == "none":
         return DraftConfig(method="none")
-    return DraftConfig(**job, path=str(SHAPES / PATHS[job["method"]]), load_format="dummy", simulate_acceptance_length=3.0)
+    imposed = None if job.get("adaptive") else 3.0
+    return DraftConfig(**job, path=str(SHAPES / PATHS[job["method"]]), load_format="dummy", simulate_acceptance_length=imposed)
 
 
 def build_engine(target: Target, model: ModelConfig, name: str, batch: int) -> Engine:
     """An engine for a job with KV for ``batch`` rows of 1,024 tokens."""
     draft = draft_config(JOBS[name])
-    return Engine(target, load_drafter(draft, model, target), EngineConfig(max_batch=batch, kv_memory_gb=min(60.0, 0.25 * batch + 2)), draft)
+    engine = Engine(target, load_drafter(draft, model, target), EngineConfig(max_batch=batch, kv_memory_gb=min(60.0, 0.25 * batch + 2)), draft)
+    if engine.pacing is not None:
+        engine.pacing.controller = NoSteps()
+    return engine
 
 
 def random_requests(batch: int, tokens: int, prompt_tokens: int) -> list[Request]:
@@ -90,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = []
     for name in options.only.split(","):
         for batch in map(int, options.batches.split(",")):
-            if name == "eagle3_tree" and batch > 64:
+            if name == "eagle3_tree" and batch > 64:  # nobody drafts trees there
                 continue
             figures = measure(target, model, name, batch, options.tokens)
             found.append(figures)

@@ -5,6 +5,9 @@ Boundary: sampled ids to the next token and a count; knows nothing of requests.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,15 +29,18 @@ def _last_valid(sampled, discard, backup, next_ids, counts, row_stride, width, v
     tl.store(next_ids + row, tl.where(last >= 0, chosen, tl.load(backup + row)))
 
 
+@cache
+def _options(width: int, device: torch.device) -> dict[str, Any]:
+    """Constant arguments of the launches of one shape: made once, since the host's time is what this op costs."""
+    return {"BLOCK": triton.next_power_of_2(max(width, 1)), "num_warps": 1} | pdl_options(device)
+
+
 def next_token_ids_padded(sampled: Tensor, discard: Tensor, backup: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Launcher of ``reference_tree.next_token_ids_padded``."""
+    """Launcher of ``reference_tree.next_token_ids_padded``; both results are lines of one tensor."""
     rows, width = sampled.shape
-    next_ids = torch.empty(rows, dtype=torch.int32, device=sampled.device)
-    counts = torch.empty_like(next_ids)
+    next_ids, counts = torch.empty((2, rows), dtype=torch.int32, device=sampled.device).unbind()
     if rows:
         sampled = sampled if sampled.stride(1) == 1 else sampled.contiguous()
-        block = triton.next_power_of_2(max(width, 1))
-        flags, backup = discard.contiguous().view(torch.uint8), backup.contiguous()
-        options = {"BLOCK": block, "num_warps": 1} | pdl_options(sampled.device)
-        _last_valid[(rows,)](sampled, flags, backup, next_ids, counts, sampled.stride(0), width, vocab, **options)
+        args = (sampled, discard.contiguous(), backup.contiguous(), next_ids, counts, sampled.stride(0), width, vocab)
+        _last_valid[(rows,)](*args, **_options(width, sampled.device))
     return next_ids, counts

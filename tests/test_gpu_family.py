@@ -22,7 +22,7 @@ PROMPTS = [json.loads(line)["prompt"] for line in (FAMILY / "prompts.jsonl").rea
 
 @cache
 def target_on(device: str):
-    torch.set_num_threads(8)
+    torch.set_num_threads(3)
     torch.backends.cuda.matmul.allow_tf32 = False
     return load_target(ModelConfig(source="embedded", dtype="float32", device=device), device, "float32")
 

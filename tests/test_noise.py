@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from specgen.kernels import ops
 from specgen.kernels import reference_sampling as reference
@@ -131,3 +134,62 @@ def test_the_door_gives_the_kernel_only_where_it_is_forced(monkeypatch: pytest.M
     monkeypatch.setenv("SPECGEN_FORCE_TRITON", "1")
     assert float((ops.gumbel(keys, t, 50) - expected).abs().max()) <= 1e-5
     assert calls == ["kernel"]
+
+
+LAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flat": torch.zeros_like,
+    "slope": lambda v: v * (-12.0 / 128_256),
+    "one token": lambda v: torch.where(v == 77_777, 30.0, 0.0),
+}
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def ours(logits: torch.Tensor, keys: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The sampler at T = 1 without filters."""
+    ones = torch.ones(logits.shape[0], device=logits.device)
+    return ops.gumbel_argmax(logits, ones, t * 0, ones, ones * 0, keys, t, logits.shape[1], features={"sampled"})
+
+
+def plain_float32(logits: torch.Tensor, keys: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The usual form, -log(-log(u)) with u = x / 2^32 in float32, which rounds to 1 for the 128 largest words."""
+    u = ops.noise_words(keys, t, logits.shape[1]).to(torch.int64).remainder(WORDS32).float() / WORDS32
+    return (logits - torch.log(-torch.log(u))).argmax(1)
+
+
+def misfit(draw: Draw, logits: torch.Tensor, draws: int, bins: int = 128, rows_at_once: int = 1024) -> tuple[float, int]:
+    """Draws of one law in bins of nearly equal probability: (p of the chi-square, draws of tokens less likely than 1e-10)."""
+    device, vocab = logits.device, logits.shape[0]
+    law = torch.softmax(logits.double(), 0)
+    which = ((law.cumsum(0) - law / 2) * bins).long().clamp(0, bins - 1)
+    observed, rare = torch.zeros(bins, dtype=torch.int64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    keys, t = (part.to(device) for part in rows(rows_at_once, seed=3))
+    many = logits.expand(rows_at_once, vocab).contiguous()
+    steps = draws // rows_at_once
+    for step in range(steps):
+        y = draw(many, keys, t + step).long()
+        observed += torch.bincount(which[y], minlength=bins)
+        rare += (law[y] < 1e-10).sum()
+    expected = torch.zeros(bins, dtype=torch.float64, device=device).index_add_(0, which, law) * (steps * rows_at_once)
+    kept = expected > 5
+    assert int(observed.sum()) == steps * rows_at_once
+    statistic = float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+    return float(stats.chi2.sf(statistic, max(int(kept.sum()) - 1, 1))), int(rare)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAWS)
+def test_two_million_draws_over_128256_tokens_follow_the_law_and_no_rare_token_is_in_excess(name: str) -> None:
+    p, rare = misfit(ours, LAWS[name](torch.arange(128_256, dtype=torch.float32, device="cuda")), 2_000_000)
+    print(f"\n{name}: p {p:.4f}, rare tokens {rare}")
+    assert p > 1e-4
+    assert rare <= 2  # "one token": all others together have probability 1.2e-8, 0.02 draws of two million
+
+
+@pytest.mark.gpu
+def test_the_same_count_finds_the_rare_tokens_of_plain_float32_noise() -> None:
+    v = torch.arange(128_256, dtype=torch.float32, device="cuda")
+    p, _ = misfit(plain_float32, LAWS["slope"](v), 200_000)
+    _, of_one = misfit(plain_float32, LAWS["one token"](v), 50_000)
+    print(f"\nplain float32: p {p:.2g}, rare tokens {of_one} of 50,000")
+    assert p < 1e-9
+    assert 100 < of_one < 300  # 128 / 2^32 a word, 128,256 words a draw: 0.38%, 191 of 50,000
