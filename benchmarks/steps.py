@@ -92,6 +92,7 @@ def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: i
         "calls": len(calls),
         "wall_s": seconds,
         "capture_s": engine.graphs.capture_seconds if engine.graphs else 0.0,
+        "series_ms": [round(ms, 3) for ms in engine.times.step_ms],
     }
     engine.close()
     torch.cuda.empty_cache()
@@ -104,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default=",".join(JOBS))
     parser.add_argument("--batches", default="1,8,32,64,128,256")
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the figures here, with every step's time")
     options = parser.parse_args(arguments)
     model = ModelConfig(source="hf", path=str(SHAPES / "llama31_8b"), dtype="bfloat16", device="cuda", load_format="dummy", max_length=1024)
     target = load_target(model, "cuda:0", torch.bfloat16)
@@ -115,7 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             figures = measure(target, model, name, batch, options.tokens)
             found.append(figures)
-            print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in figures.items()}), flush=True)
+            shown = {key: value for key, value in figures.items() if key != "series_ms"}
+            print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in shown.items()}), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(found, indent=1))
 

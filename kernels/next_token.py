@@ -1,11 +1,11 @@
 """Next-token preparation as a Triton kernel, one program a request. Definition: ``reference_tree.next_token_ids_padded``.
 
-Boundary: sampled ids to the next token and a count; knows nothing of requests.
+Boundary: sampled ids to the next token and a count; knows nothing of requests. It runs eagerly, between the host and a step, so the host's time is
+what it costs: the compiled kernel is kept by the launcher, which skips the compiler's argument analysis (nothing of this kernel depends on values).
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import pdl_options, pdl_wait
+from .launch import INTERPRETED, pdl_options, pdl_wait
+
+ARGUMENTS = ("sampled", "discard", "backup", "next_ids", "counts", "row_stride", "width", "vocab")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ARGUMENTS)
 def _last_valid(sampled, discard, backup, next_ids, counts, row_stride, width, vocab, PDL: tl.constexpr, BLOCK: tl.constexpr):
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -29,18 +31,27 @@ def _last_valid(sampled, discard, backup, next_ids, counts, row_stride, width, v
     tl.store(next_ids + row, tl.where(last >= 0, chosen, tl.load(backup + row)))
 
 
-@cache
-def _options(width: int, device: torch.device) -> dict[str, Any]:
-    """Constant arguments of the launches of one shape: made once, since the host's time is what this op costs."""
-    return {"BLOCK": triton.next_power_of_2(max(width, 1)), "num_warps": 1} | pdl_options(device)
+_compiled: dict[Any, tuple[Any, bool, int]] = {}  # the kernel of a width on a device, with its constants
 
 
 def next_token_ids_padded(sampled: Tensor, discard: Tensor, backup: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Launcher of ``reference_tree.next_token_ids_padded``; both results are lines of one tensor."""
     rows, width = sampled.shape
-    next_ids, counts = torch.empty((2, rows), dtype=torch.int32, device=sampled.device).unbind()
-    if rows:
-        sampled = sampled if sampled.stride(1) == 1 else sampled.contiguous()
-        args = (sampled, discard.contiguous(), backup.contiguous(), next_ids, counts, sampled.stride(0), width, vocab)
-        _last_valid[(rows,)](*args, **_options(width, sampled.device))
+    device = sampled.device
+    next_ids, counts = torch.empty((2, rows), dtype=torch.int32, device=device).unbind()
+    if not rows:
+        return next_ids, counts
+    sampled = sampled if sampled.stride(1) == 1 else sampled.contiguous()
+    discard, backup = discard.contiguous(), backup.contiguous()
+    args = (sampled, discard, backup, next_ids, counts, sampled.stride(0), width, vocab)
+    key = width, device, sampled.dtype, discard.dtype, backup.dtype
+    found = _compiled.get(key)
+    if found is None or device.index != torch.cuda.current_device():
+        block, options = triton.next_power_of_2(max(width, 1)), pdl_options(device)
+        kernel = _last_valid[(rows,)](*args, BLOCK=block, num_warps=1, **options)
+        if not INTERPRETED:
+            _compiled[key] = kernel, options["PDL"], block
+    else:
+        kernel, pdl, block = found
+        kernel[(rows, 1, 1)](*args, pdl, block)
     return next_ids, counts
