@@ -292,6 +292,11 @@ def set_choices(choices: dict[str, LinearConfig | None]) -> None:
     _table.update(choices)
 
 
+def chosen(key: str) -> bool:
+    """Whether there is a choice for a key."""
+    return key in _table
+
+
 def choice(key: str) -> LinearConfig | None:
     """The choice of a key; None is cuBLAS."""
     return _table.get(key)

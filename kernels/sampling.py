@@ -4,8 +4,7 @@ Boundary: logits to tokens; knows nothing of requests or trees.
 
 How. ``_scan``: several programs a row each read a share of the vocabulary once and keep the best logit and the best perturbed logit. ``_finish``: one
 program a row merges them. Best means the largest int64 key (score's bits above, complement of the id below), so merging is exact in any order, and a
-tie goes to the lowest id. The kept set is a prefix of the order (score, id): the winner of the noise is drawn when it is inside; when it is outside,
-so is everything behind it, and the best of what stands before it is the next to ask. No sort; nearly always the first is inside.
+tie goes to the lowest id. A batch in which some row has a filter (top-k, top-p, min-p) goes through ``filters.py`` instead.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ PROGRAMS = 8  # programs a scan aims at, for each multiprocessor
 LOWEST: tl.constexpr = tl.constexpr(-(2**63))
 SPOILT: tl.constexpr = tl.constexpr(2**63 - 1)  # key of a row that holds a NaN or +inf: above every other
 NOTHING: tl.constexpr = tl.constexpr(-2139095041)  # the ordered bits of -inf
-UNIT: tl.constexpr = tl.constexpr(2.0**35)
 
 
 @triton.jit
@@ -53,6 +51,12 @@ def key_score(key):
     """The float32 in a key."""
     ordered = (key >> 32).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sound(logit_key):
+    """Whether the row with this best logit holds neither NaN nor +inf, and something finite."""
+    return (logit_key != SPOILT) & ((logit_key >> 32) != NOTHING)
 
 
 @triton.jit
@@ -144,130 +148,17 @@ def _scan(
 
 
 @triton.jit
-def _mass_of_top_k(logits, heat, top, k, width, BLOCK: tl.constexpr):
-    """The mass of exactly the k best: the k-th score by four digits of its bits, then one sum. Equal scores weigh the same, so ids do not matter."""
-    lane = tl.arange(0, BLOCK)
-    digits = tl.arange(0, 256)
-    prefix = tl.full([], 0, tl.int64)
-    left = k
-    for step in range(4):
-        shift = 24 - 8 * step
-        histogram = tl.zeros([256], tl.int32)
-        for start in range(0, width, BLOCK):
-            inside = start + lane < width
-            z = tl.load(logits + start + lane, mask=inside, other=0.0).to(tl.float32)
-            bits = order_bits(tl.div_rn(z, heat)).to(tl.int64) + 2147483648
-            digit = ((bits >> shift) & 255).to(tl.int32)
-            histogram += tl.histogram(digit, 256, mask=inside & ((bits >> (shift + 8)) == prefix))
-        from_top = tl.sum(histogram, 0) - tl.cumsum(histogram, 0) + histogram
-        digit = tl.max(tl.where(from_top >= left, digits, 0), 0)
-        left -= tl.sum(tl.where(digits > digit, histogram, 0), 0)
-        prefix = (prefix << 8) | digit
-    mass = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, width, BLOCK):
-        inside = start + lane < width
-        z = tl.load(logits + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
-        score = tl.div_rn(z, heat)
-        above = inside & (order_bits(score).to(tl.int64) + 2147483648 > prefix)
-        mass += tl.where(above, tl.floor(tl.exp(score - top) * UNIT + 0.5).to(tl.int64), 0)
-    border = key_score((prefix - 2147483648) << 32)
-    return tl.sum(mass, 0) + left.to(tl.int64) * tl.floor(tl.exp(border - top) * UNIT + 0.5).to(tl.int64)
-
-
-@triton.jit
-def _filtered(logits, token, z_top, heat, k, p, floor, k0, k1, position, stream, width, BLOCK: tl.constexpr):
-    """The winner of the noise inside the kept set, from ``token``, the winner over everything."""
-    lane = tl.arange(0, BLOCK)
-    top = tl.div_rn(z_top, heat)
-    top_k_mass = tl.full([], -1, tl.int64)
-    searching = 1
-    while searching == 1:
-        own = tl.div_rn(tl.load(logits + token).to(tl.float32), heat)
-        own_key = order_key(own, token)
-        own_ratio = tl.exp(own - top)
-        own_mass = tl.floor(own_ratio * UNIT + 0.5).to(tl.int64)
-        count = tl.zeros([BLOCK], tl.int32)
-        mass_before = tl.zeros([BLOCK], tl.int64)
-        mass_all = tl.zeros([BLOCK], tl.int64)
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        best_at = lane
-        for start in range(0, width, BLOCK):
-            column = start + lane
-            inside = column < width
-            z = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
-            score = tl.div_rn(z, heat)
-            ratio = tl.exp(score - top)
-            mass = tl.floor(ratio * UNIT + 0.5).to(tl.int64)
-            before = inside & (order_key(score, column) > own_key)
-            count += before.to(tl.int32)
-            mass_before += tl.where(before, mass, 0)
-            mass_all += mass
-            open_ = before & (ratio >= floor)
-            if tl.max(open_.to(tl.int32), 0) > 0:
-                noise = words_to_gumbel(words_of_tile(start, k0, k1, position, stream, BLOCK))
-                perturbed = tl.where(open_, score + noise, float("-inf"))
-                better = perturbed > best
-                best = tl.where(better, perturbed, best)
-                best_at = tl.where(better, column, best_at)
-        n = tl.sum(count, 0)
-        ahead = tl.sum(mass_before, 0)
-        total = tl.sum(mass_all, 0)
-        kept = (own_ratio >= floor) & ((k <= 0) | (n < k))
-        if kept & (p < 1):
-            share = p.to(tl.float64)
-            if (k > 0) & (k < width):
-                # The mass of the k best lies between these two; it is summed only when that does not decide.
-                least = ahead + own_mass
-                most = tl.minimum(total, ahead + (k - n).to(tl.int64) * own_mass)
-                if ahead.to(tl.float64) < share * least.to(tl.float64):
-                    kept = True
-                elif ahead.to(tl.float64) >= share * most.to(tl.float64):
-                    kept = False
-                else:
-                    if top_k_mass < 0:
-                        top_k_mass = _mass_of_top_k(logits, heat, top, k, width, BLOCK)
-                    kept = ahead.to(tl.float64) < share * top_k_mass.to(tl.float64)
-            else:
-                kept = ahead.to(tl.float64) < share * total.to(tl.float64)
-        if kept | (n == 0):
-            searching = 0
-        else:
-            token = key_index(tl.max(order_key(best, best_at), 0))
-    return token
-
-
-@triton.jit
 def _finish(
-    logits,
-    row_stride,
     best_logit,
     best_score,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    keys,
-    t,
     ids,
     y,
-    width,
-    stream,
     shares,
-    share_rows,
-    share_t,
-    heat_step,
-    k_step,
-    p_step,
-    min_step,
-    key_step,
-    t_step,
     SHARES: tl.constexpr,
     SAMPLED: tl.constexpr,
-    FILTERS: tl.constexpr,
     DRAFT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -277,22 +168,10 @@ def _finish(
     if SAMPLED:
         key = tl.max(tl.load(best_score + row * shares + share, mask=share < shares, other=LOWEST), 0)
     token = key_index(key)
-    sound = (logit_key != SPOILT) & ((logit_key >> 32) != NOTHING)
-    if FILTERS:
-        owner = row // share_rows
-        heat = tl.load(temperature + owner * heat_step)
-        k = tl.load(top_k + owner * k_step).to(tl.int32)
-        p = tl.load(top_p + owner * p_step)
-        floor = tl.load(min_p + owner * min_step)
-        active = (heat > 0) & (((k > 0) & (k < width)) | (p < 1) | (floor > 0))
-        # The best logit is always kept: only another winner has to be checked.
-        if active & sound & (token != key_index(logit_key)):
-            k0, k1, position = row_noise(keys + owner * key_step, t + row // share_t * t_step)
-            token = _filtered(logits + row * row_stride, token, key_score(logit_key), heat, k, p, floor, k0, k1, position, stream, width, BLOCK)
     if HAS_IDS:
         token = tl.load(ids + token).to(tl.int32)
     if not DRAFT:
-        token = tl.where(sound, token, -1)
+        token = tl.where(sound(logit_key), token, -1)
     tl.store(y + row, token)
 
 
@@ -314,17 +193,7 @@ def row_parameters(
     return temperature, keys, t, (rows // temperature.shape[0], rows // t.shape[0], temperature.stride(0), keys.stride(0), t.stride(0))
 
 
-def _argmax(
-    logits: Tensor,
-    temperature: Tensor | None,
-    filters: tuple[Tensor, Tensor, Tensor] | None,
-    keys: Tensor,
-    t: Tensor,
-    ids: Tensor | None,
-    width: int,
-    stream: int,
-    draft: bool,
-) -> Tensor:
+def _argmax(logits: Tensor, temperature: Tensor | None, keys: Tensor, t: Tensor, ids: Tensor | None, width: int, stream: int, draft: bool) -> Tensor:
     rows = logits.shape[0]
     y = torch.empty(rows, dtype=torch.int32, device=logits.device)
     if rows == 0:
@@ -335,17 +204,11 @@ def _argmax(
     shares, each = shares_of(rows, width, TILE, PROGRAMS * sm_count(logits.device))
     best = torch.empty(2 if sampled else 1, rows, shares, dtype=torch.int64, device=logits.device)
     heat, noise_keys, noise_t, steps = row_parameters(rows, temperature, keys, t)
-    owners, places, heat_step, key_step, t_step = steps
-    top_k, top_p, min_p = filters or (None, None, None)
-    cut_steps = [x.stride(0) for x in filters] if filters else [0, 0, 0]
-    flags = {"SAMPLED": sampled, "DRAFT": draft, "HAS_IDS": ids is not None, "BLOCK": TILE, "num_warps": 8} | pdl_options(logits.device)
-    stride = logits.stride(0)
-    _scan[(rows, shares)](logits, stride, heat, noise_keys, noise_t, ids, best[0], best[-1], width, stream, each, *steps, **flags)
-    flags |= {"FILTERS": filters is not None, "SHARES": triton.next_power_of_2(shares), "num_warps": (16 if rows <= 128 else 8) if filters else 1}
-    _finish[(rows,)](
-        logits, stride, best[0], best[-1], heat, top_k, top_p, min_p, noise_keys, noise_t, ids, y, width, stream, shares,
-        owners, places, heat_step, *cut_steps, key_step, t_step, **flags,
-    )  # fmt: skip
+    flags = {"SAMPLED": sampled, "DRAFT": draft, "HAS_IDS": ids is not None} | pdl_options(logits.device)
+    _scan[(rows, shares)](
+        logits, logits.stride(0), heat, noise_keys, noise_t, ids, best[0], best[-1], width, stream, each, *steps, BLOCK=TILE, num_warps=8, **flags
+    )
+    _finish[(rows,)](best[0], best[-1], ids, y, shares, SHARES=triton.next_power_of_2(shares), num_warps=1, **flags)
     return y
 
 
@@ -362,10 +225,12 @@ def gumbel_argmax(
     features: Collection[str] = ALL_FEATURES,
 ) -> Tensor:
     """Launcher of ``reference_sampling.gumbel_argmax``."""
-    sampled = SAMPLED in features
-    filters = (top_k, top_p, min_p) if sampled and FILTERS in features else None
     width = min(vocab_limit, logits.shape[1])
-    return _argmax(logits, temperature if sampled else None, filters, keys, t, None, width, stream, draft=False)
+    if SAMPLED in features and FILTERS in features:
+        from .filters import filtered_argmax
+
+        return filtered_argmax(logits, temperature, top_k, top_p, min_p, keys, t, width, stream)
+    return _argmax(logits, temperature if SAMPLED in features else None, keys, t, None, width, stream, draft=False)
 
 
 def draft_argmax(
@@ -379,4 +244,4 @@ def draft_argmax(
 ) -> Tensor:
     """Launcher of ``reference_sampling.draft_argmax``."""
     heat = temperature if SAMPLED in features else None
-    return _argmax(logits, heat, None, keys, t, ids, logits.shape[1], TARGET, draft=True)
+    return _argmax(logits, heat, keys, t, ids, logits.shape[1], TARGET, draft=True)

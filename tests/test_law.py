@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.kernels import draft_topk as topk_kernel
+from specgen.kernels import filters
 from specgen.kernels import law as law_kernel
 from specgen.kernels import reference_sampling as reference
 from specgen.kernels import sampling as kernel
@@ -153,6 +154,14 @@ def test_draws_follow_the_softmax_of_the_kept_set() -> None:
     assert float(((counts[:4] - draws * law) ** 2 / (draws * law)).sum()) < 16.3  # chi-square, 3 degrees of freedom, one in a thousand
 
 
+def small_tiles(monkeypatch: pytest.MonkeyPatch, tile: int = 32, processors: int | None = None) -> None:
+    """Tiles far below the width of a test's rows."""
+    for module in (kernel, filters):
+        monkeypatch.setattr(module, "TILE", tile)
+        if processors is not None:
+            monkeypatch.setattr(module, "sm_count", lambda _: processors)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(9))
 def test_sampler_kernel_equals_the_reference(device: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +169,47 @@ def test_sampler_kernel_equals_the_reference(device: str, seed: int, monkeypatch
     rows = random_rows(8 if device == "cpu" else 64, vocab, seed, ties=seed % 2 == 0)
     rows.logits[0, 0], rows.logits[1, -1], rows.logits[2] = float("nan"), float("inf"), float("-inf")
     limit = vocab if seed % 3 else max(1, vocab - 2)
-    monkeypatch.setattr(kernel, "TILE", 32)
-    monkeypatch.setattr(kernel, "sm_count", lambda _: 100 if seed % 2 else 1)  # a program for each tile, or several tiles for a program
+    small_tiles(monkeypatch, processors=100 if seed % 2 else 1)  # a program for each tile, or several tiles for a program
     for features in (GREEDY, SAMPLED, FILTERS):
         expected = reference.gumbel_argmax(*rows.args(), limit, 0, features)
         got = kernel.gumbel_argmax(*rows.to(device).args(), limit, 0, features)
         assert got.tolist() == expected.tolist(), features
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups, capacity", [(8, 16), (16, 64), (64, 4)])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_cut_or_searched_with_the_same_result(device: str, groups: int, capacity: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds from groups of several tokens, and room for fewer tokens than some rows keep."""
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(filters, "GROUPS", groups)
+    monkeypatch.setattr(filters, "CAPACITY", capacity)
+    rows = random_rows(10, 230, 40 + seed, ties=seed % 2 == 0)
+    rows.temperature.clamp_(min=0.1)
+    rows.min_p.mul_(torch.arange(10) % 3 == 0)
+    expected = reference.gumbel_argmax(*rows.args(), 230)
+    assert kernel.gumbel_argmax(*rows.to(device).args(), 230).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_way_of_a_filtered_row_gives_the_token_of_the_law(device: str) -> None:
+    """Over 2,500 tokens: top-k within the small sort, the large sort, and beyond what is gathered; top-p of peaked, flat and tied rows; min-p alone;
+    no filter; greedy; all at once; a NaN."""
+    vocab = 2500
+    rows = random_rows(14, vocab, 9, ties=False)
+    rows.temperature.fill_(0.8)
+    rows.logits = torch.where(rows.logits.isinf(), -9.0, rows.logits)
+    rows.logits[4] *= 0.01  # flat
+    rows.logits[5] = 0.5  # all equal
+    rows.logits[6] = (rows.logits[6] * 0.5).round()
+    rows.logits[13, 7] = float("nan")
+    rows.top_k = torch.tensor([50, 400, 2300, 0, 0, 0, 0, 0, 0, 40, 40, 1, 300, 5], dtype=torch.int32)
+    rows.top_p = torch.tensor([1, 1, 1, 0.6, 0.9, 0.4, 0.95, 1, 1, 1, 0.95, 0.5, 0.7, 0.9])
+    rows.min_p = torch.tensor([0, 0, 0, 0, 0, 0, 0, 0.02, 0, 0, 0.01, 0, 0, 0])
+    rows.temperature[9] = 0.0
+    expected = reference.gumbel_argmax(*rows.args(), vocab).tolist()
+    assert expected[13] == -1 and expected[9] == int(rows.logits[9].argmax())
+    assert kernel.gumbel_argmax(*rows.to(device).args(), vocab).tolist() == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -177,7 +221,8 @@ def test_sampler_kernel_sums_the_mass_of_top_k_where_bounds_do_not_decide(device
     rows.top_k.fill_(40)
     rows.top_p = torch.linspace(0.1, 0.95, calls)
     rows.min_p.zero_()
-    monkeypatch.setattr(kernel, "TILE", 32)
+    small_tiles(monkeypatch)
+    monkeypatch.setattr(filters, "CAPACITY", 16)  # less than top-k: the rows are searched
     expected = reference.gumbel_argmax(*rows.args(), 90)
     assert kernel.gumbel_argmax(*rows.to(device).args(), 90).tolist() == expected.tolist()
     assert len(set(expected.tolist())) > 8
@@ -185,7 +230,7 @@ def test_sampler_kernel_sums_the_mass_of_top_k_where_bounds_do_not_decide(device
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampler_kernel_reads_half_precision_and_rows_of_a_wider_buffer(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "TILE", 32)
+    small_tiles(monkeypatch)
     rows = random_rows(6, 70, 3, ties=False)
     wide = torch.cat([rows.logits, torch.full((6, 9), 99.0)], 1).to(torch.float16)
     rows.logits = wide[:, :70]
@@ -196,7 +241,7 @@ def test_sampler_kernel_reads_half_precision_and_rows_of_a_wider_buffer(device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_entry_of_parameters_may_serve_the_nodes_of_a_request(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "TILE", 32)
+    small_tiles(monkeypatch)
     monkeypatch.setattr(topk_kernel, "TILE", 32)
     nodes, few = 3, random_rows(4, 50, 21, ties=True)
     logits = random_rows(4 * nodes, 50, 22, ties=True).logits
@@ -277,7 +322,7 @@ def test_a_draft_from_broken_logits_is_still_a_real_id() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("vocab", "k"), [(4, 4), (37, 1), (64, 3), (150, 7)])
 def test_draft_kernels_equal_the_reference(device: str, vocab: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "TILE", 32)
+    small_tiles(monkeypatch)
     monkeypatch.setattr(topk_kernel, "TILE", 32)
     rows = random_rows(12, vocab, vocab, ties=vocab % 2 == 0)
     rows.logits[0, 0], rows.logits[1, 1], rows.logits[2] = float("nan"), float("inf"), float("-inf")

@@ -322,6 +322,7 @@ class Engine:
 
     def decode(self, slots: Tensor, num_steps: int, max_len: int, result: Tensor) -> None:
         """Propose, verify, accept, commit, observe for ``slots`` [B] int64; results go to ``result`` [>= B, 6 + S + 1] int32."""
+        self.target.tune(slots.shape[0] * self.drafter.nodes(num_steps))  # before the drafter, whose layers may have the same shapes
         rows = self._step_rows(slots, max_len)
         draft = self.drafter.propose(rows, num_steps) if num_steps else None
         hidden, logits, y = self._verify(rows, draft)

@@ -92,6 +92,9 @@ class Target(ABC):
         """From now on a row's result is the same bits whatever stands beside it and however its prompt is chunked (``on`` False: need not be);
         ConfigError if that cannot be."""
 
+    def tune(self, tokens: int) -> None:  # noqa: B027 - most have nothing to tune
+        """Choose kernels for decode forwards over ``tokens`` tokens, if that is still to be done: at start-up, never in a captured step."""
+
     def make_pool(self, num_pages: int, page_size: int) -> KvPool:
         """A zeroed pool for this model's layers; page 0 is scratch."""
         return KvPool.allocate(self.kv_spec, num_pages, page_size, self.dtype, self.device)
@@ -152,9 +155,13 @@ class FusedTarget(Target):
     def make_deterministic(self, on: bool = True) -> None:
         self.deterministic = on
 
+    def tune(self, tokens: int) -> None:
+        if not self.deterministic:
+            self._tuner.ensure(self.layers, tokens)
+
     def forward(self, ids: Tensor, layout: Layout, pool: KvPool, aux_layers: tuple[int, ...] = (), prenorm: bool = False) -> Hidden:
-        if layout.cu_q is None and not self.deterministic:
-            self._tuner.ensure(self.layers, ids.shape[0])
+        if layout.cu_q is None:
+            self.tune(ids.shape[0])
         streams: dict[int, Tensor] = {}  # each norm makes a new stream, so one kept here stays as it is
 
         x, residual = self.embed(ids), None
