@@ -1,14 +1,15 @@
 """Which kernels a decode step runs and what each costs: a profiler trace of steady steps, summed by kernel name.
 
-``python -m benchmarks.profile_step --job eagle3_s3 --batch 1``. Boundary: reads the trace; changes nothing. The last lines give the device time of
-a step, the
-time its kernels take, and the idle share between them.
+``python -m benchmarks.profile_step --job eagle3_s3 --batch 1``. Boundary: reads the trace; changes nothing. The last lines give the idle time between
+two steps, the device time of a step, the time its kernels take, and the idle share between them.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ def kernel_events(trace: Any) -> list[Any]:
     return sorted(events, key=lambda e: e.time_range.start)
 
 
+def between_steps(events: list[Any]) -> float:
+    """Median microseconds from the end of a step's last kernel or copy to the start of the next step's first (``_begin``): the device without a
+    graph to run."""
+    gaps = [max(0.0, b.time_range.start - a.time_range.end) for a, b in pairwise(events) if b.name == "_begin"]
+    return median(gaps) if gaps else 0.0
+
+
 def summarise(events: list[Any], steps: int, top: int) -> None:
     """Print the most expensive kernels and the idle share."""
     total, count = defaultdict(float), defaultdict(int)
@@ -36,8 +44,10 @@ def summarise(events: list[Any], steps: int, top: int) -> None:
         busy += max(0.0, span.end - max(span.start, end))
         end = max(end, span.end)
     wall = end - events[0].time_range.start
+    between = between_steps(events)
     for name, micros in sorted(total.items(), key=lambda item: -item[1])[:top]:
         print(f"{micros / steps:9.1f} us {count[name] / steps:7.1f} x {micros / count[name]:7.2f}  {name[:110]}")
+    print(f"idle before a step's first kernel: {between:.2f} us, {100 * between * steps / wall:.2f}% of a step")
     print(f"step {wall / steps:.1f} us, busy {busy / steps:.1f} us, idle {100 * (1 - busy / wall):.1f}%, kernels {len(events) / steps:.0f}")
 
 

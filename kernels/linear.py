@@ -1,6 +1,6 @@
 """Matrix products of a decode step: few rows against a large weight, where the only cost is reading the weight once.
 
-A streaming kernel for up to 64 rows (weight tiles in a deep pipeline, K split over programs, parts added in a fixed order by the last program to
+A streaming kernel for up to 128 rows (weight tiles in a deep pipeline, K split over programs, parts added in a fixed order by the last program to
 arrive, never by float atomics), next to cuBLAS; which of them serves a shape is decided by measurement (``tune_linear``), cuBLAS before that.
 Deterministic mode: one tile shape, one K order and one instruction for every number of rows.
 Boundary: kernels, launchers and the table of choices; the meaning of each argument is defined by ``reference.py``.
@@ -22,8 +22,8 @@ from torch import Tensor
 from .activation import gate, silu_mul
 from .launch import COUNTERS, INTERPRETED, arrival_counters, last_to_arrive, pdl_options, pdl_wait, sm_count
 
-MAX_ROWS = 64  # beyond, cuBLAS
-_BUCKETS = (1, 4, 8, 16, 32, 64)
+MAX_ROWS = 128  # beyond, cuBLAS
+_BUCKETS = (1, 4, 8, 16, 32, 64, 128)
 
 
 @triton.jit
@@ -180,12 +180,24 @@ CANDIDATES = (
 )
 
 
-# What the in-layer tuning of ``models/tune.py`` tries against cuBLAS: best on an H200 over 1 to 32 tokens of an 8B's shapes.
-STEP_CANDIDATES = (
+# What the in-layer tuning of ``models/tune.py`` tries against cuBLAS: best on an H200 over 1 to 32 tokens of an 8B's shapes, and over 128.
+_FEW = (
     LinearConfig(64, 128, 1, 4, 5, swap=True),
     LinearConfig(64, 128, 4, 4, 4, swap=True),
     LinearConfig(64, 256, 2, 4, 3, swap=True),
 )
+_MANY = (
+    LinearConfig(64, 64, 4, 4, 4, swap=True),
+    LinearConfig(64, 64, 2, 4, 4, swap=True),
+    LinearConfig(128, 64, 2, 8, 4, swap=True),
+    LinearConfig(128, 64, 4, 8, 3, swap=True),
+)
+
+
+def step_candidates(tokens: int, gated: bool) -> tuple[LinearConfig, ...]:
+    """Configurations worth timing for a product over ``tokens`` rows; a gated one cannot split K."""
+    candidates = _FEW if tokens <= 64 else _MANY
+    return tuple(c for c in candidates if not (gated and c.split > 1))
 
 
 def stream_linear(
@@ -268,7 +280,7 @@ def _key(tokens: int, columns: int, depth: int, dtype: torch.dtype, gated: bool)
 
 
 def bucket_of(tokens: int) -> int:
-    """The table's bucket that ``tokens`` <= 64 falls into."""
+    """The table's bucket that ``tokens`` <= MAX_ROWS falls into."""
     return next(b for b in _BUCKETS if tokens <= b)
 
 
