@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -53,6 +54,12 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     return torch.device("cuda:0") if device.type == "cuda" and device.index is None else device
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one inside the block. Kernels, events and pinned memory belong to the current device, whatever device their
+    tensors are on: without this a job on cuda:1 would take memory on cuda:0 and launch there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def target_path(model: ModelConfig) -> str:

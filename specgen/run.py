@@ -26,7 +26,7 @@ from specgen.engine.engine import Engine
 from specgen.errors import ConfigError
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
-from specgen.loading import Loaded, choose_threads, load, make_engine, prompts_of, resolve_device, with_model_defaults
+from specgen.loading import Loaded, choose_threads, load, make_engine, on_device, prompts_of, resolve_device, with_model_defaults
 from specgen.models.target import Target
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
@@ -54,10 +54,10 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     config = with_model_defaults(config, _set_by_user(folder, overrides, resume))
     task = load_task(config.task)
     _check_task(config, task)
-    with FolderLock(folder) as lock, Signals() as signals:
+    device = resolve_device(config.model.device)
+    with FolderLock(folder) as lock, Signals() as signals, on_device(device):
         earlier = earlier_record(folder) if resume else None
         data = pinned(config.data if task is None else task.data_config(config.data), earlier)
-        device = resolve_device(config.model.device)
         choose_threads(device)
         record = run_record(config, data, device)
         if earlier is not None:

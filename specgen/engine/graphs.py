@@ -43,6 +43,7 @@ class StepGraphs:
         self.device = device
         self.off = False
         self.capture_seconds = 0.0
+        self._stream: Any = None  # of warm-ups and captures: one, for each stream has a cuBLAS workspace of its own
         self._pool: Any = None
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
 
@@ -61,20 +62,13 @@ class StepGraphs:
 
     def _capture(self, key: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         start = time.perf_counter()
+        home = torch.cuda.current_stream(self.device)
         try:
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
-                warm_up()
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
-            if self._pool is None:
-                self._pool = graph.pool()
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            graph = self._record(home, step, warm_up)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
             self.off = True
-            log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, str(error).splitlines()[0])
+            log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, _first_cause(error))
+            self._abandon(home)
             return None
         self._graphs[key] = graph
         seconds = time.perf_counter() - start
@@ -82,7 +76,42 @@ class StepGraphs:
         log.info("captured a decode step for %s in %.2f s", key, seconds)
         return graph
 
+    def _record(self, home: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Warm up and capture on the side stream; ``home`` is the stream that everything else runs on."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(home)
+        with torch.cuda.stream(self._stream):
+            warm_up()
+        home.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            step()
+        return graph
+
+    def _abandon(self, home: Any) -> None:
+        """Undo what a failed capture leaves behind.
+
+        When the capture itself became invalid (a step that reads the device does that), torch puts neither the current stream back nor its allocator,
+        which from then on refuses to give memory back to the device, in this engine and in every later one of the process.
+        """
+        torch.cuda.set_stream(home)
+        try:
+            torch._C._cuda_endAllocateToPool(home.device_index, self._pool)
+        except RuntimeError:
+            return  # torch did end it: the capture was sound, the step failed for another reason
+        torch._C._cuda_releasePool(home.device_index, self._pool)
+
     def close(self) -> None:
         """Free every graph and their memory."""
         self._graphs.clear()
         self._pool = None
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of the error that came first: what follows it only says that the capture broke off."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]
