@@ -37,7 +37,7 @@ def target_on(device: str, dtype: str, fuse: bool) -> Target:
 
 def requests_on(device: str, temperature: float) -> list[Request]:
     tokenizer = load_tokenizer(str(FAMILY / "target"))
-    params = SamplingParams(max_tokens=TOKENS[device], temperature=temperature, top_p=0.95 if temperature else 1.0, seed=7)
+    params = SamplingParams(max_tokens=TOKENS[device], temperature=temperature, seed=7)
     return [Request(Prompt(i, i, tokenizer(text)["input_ids"], key=i), params) for i, text in enumerate(PROMPTS[: ROWS[device]])]
 
 
