@@ -33,11 +33,12 @@ log = logging.getLogger("specgen")
 
 @dataclass
 class Loaded:
-    """A target with its tokenizer, and the configuration it was loaded for."""
+    """A target with its tokenizer, and the configuration it was loaded for. ``load_s``: seconds its weights took, 0 when they were there already."""
 
     key: str
     target: Target
     tokenizer: Any | None
+    load_s: float = 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +78,7 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     key, path = repr((asdict(model), str(device))), target_path(model)
     if _last is not None and _last.key == key:
         before_weights(_last.tokenizer)
+        _last.load_s = 0.0
         log.info("target: %s is still loaded from the job before", path)
         return _last
     _last = None
@@ -87,9 +89,10 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"  # a CPU multiplies float32 faster than bfloat16, and exactly enough that greedy text does not depend on the batch
     target = load_target(model, device, dtype)
-    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), time.perf_counter() - start)
+    load_s = time.perf_counter() - start
+    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), load_s)
     log.info("a row ends at token ids %s", list(target.eos_ids))
-    _last = Loaded(key, target, tokenizer)
+    _last = Loaded(key, target, tokenizer, load_s)
     return _last
 
 

@@ -160,7 +160,7 @@ class _Run:
             job = self._pass(engine)
             self.incomplete = job.stopped
             self.choices = engine.adaptive_report()
-            throughput, step = _figures(job, engine, start_s)
+            throughput, step = _figures(job, engine, start_s, self.loaded.load_s)
         for what, count in self.writer.notes.items():
             log.warning("%d %s", count, what)
         if job.totals.first_token_s is not None:
@@ -272,15 +272,20 @@ def scores(folder: Path, task: Task | None) -> dict[str, Any]:
     return {"score": score, "group_scores": {} if task.metric is None or set(groups) == {NO_GROUP} else named}
 
 
-def _figures(job: Job, engine: Engine, start_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    totals, times = job.totals, engine.times
+def _figures(job: Job, engine: Engine, start_s: float, load_s: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    totals, times, clock = job.totals, engine.times, engine.clock
+    clock.collect(wait=True)
     throughput = throughput_figures(
         output_tokens=totals.output_tokens,
         wall_s=totals.ended - totals.started,
         decode_tokens=times.decode_tokens,
         decode_s=times.decode_seconds,
         start_s=start_s,
+        load_s=load_s,
         first_token_s=totals.first_token_s,
+        first_decode_s=totals.first_decode_s,
+        device_prefill_s=clock.prefill_s,
+        device_decode_s=clock.decode_s,
     )
     return throughput, step_figures(times.step_ms)
 
