@@ -21,6 +21,7 @@ from benchmarks.registry import REGISTRY, Row, Settings
 
 MODULES = (host, trees, latency)  # they register themselves
 COMMANDS = {
+    "adaptive": "adaptive speculation beside every fixed num_steps and no draft, on the embedded family (CUDA or CPU)",
     "acceptance": "acceptance at a temperature on the embedded family: coupled, greedy and sampled drafts (CPU)",
     "kernels_forward": "attention, matrix products, small kernels and a decoder layer of an 8B model: device time (CUDA)",
     "kernels_sampling": "sampling, drafting, trees and next tokens at the sizes of an 8B model: device time beside plain torch (CUDA)",

@@ -191,3 +191,18 @@ def test_step_latency_takes_the_steps_it_was_asked_for() -> None:
     assert found["params"] == {
         "batch": 8, "steps": 5, "overlap": 0, "graphs": False, "model": "embedded", "drafter": "eagle3", "num_steps": 3,
     }  # fmt: skip
+
+
+def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "adaptive.json"
+    size = ["--batches", "2", "--rows", "3", "--tokens", "12", "--max-steps", "2", "--repeats", "1"]
+    main(["adaptive", "--device", "cpu", "--dtype", "float32", *size, "--json", str(file)])
+    eagle, never = json.loads(file.read_text())
+    for found in (eagle, never):
+        assert list(found["tokens_per_s"]) == ["none", "1", "2", "adaptive"] and all(speed > 0 for speed in found["tokens_per_s"].values())
+        assert (found["batch"], found["rows"], found["tokens"], found["repeats"]) == (2, 3, 12, 1)
+        assert found["best_fixed"] in ("1", "2") and found["adaptive_to_best_fixed"] > 0 < found["adaptive_to_none"]
+        assert sum(found["adaptive_shares"].values()) == pytest.approx(1)
+    assert eagle["acceptance_length"]["none"] == 1 and eagle["acceptance_length"]["2"] > 1.3
+    assert never["acceptance_length"]["2"] < 1.05, "random weights guess nothing"
+    assert "adaptive / best fixed (" in capsys.readouterr().out
