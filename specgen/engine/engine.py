@@ -172,6 +172,7 @@ class Engine:
         if self.config.kv_memory_gb is not None:
             budget = int(self.config.kv_memory_gb * 2**30)
         elif self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what an earlier engine of this process gave back is torch's until now
             free, total = torch.cuda.mem_get_info(self.device)
             budget = int(free - (1 - self.config.memory_fraction) * total) - other_bytes
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +44,6 @@ class StepGraphs:
         self.device = device
         self.off = False
         self.capture_seconds = 0.0
-        self._stream: Any = None  # of warm-ups and captures: one, for each stream has a cuBLAS workspace of its own
         self._pool: Any = None
         self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
 
@@ -69,6 +69,7 @@ class StepGraphs:
             self.off = True
             log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, _first_cause(error))
             self._abandon(home)
+            self.capture_seconds += time.perf_counter() - start
             return None
         self._graphs[key] = graph
         seconds = time.perf_counter() - start
@@ -78,16 +79,15 @@ class StepGraphs:
 
     def _record(self, home: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Warm up and capture on the side stream; ``home`` is the stream that everything else runs on."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
+        side = _side_stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        self._stream.wait_stream(home)
-        with torch.cuda.stream(self._stream):
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
             warm_up()
-        home.wait_stream(self._stream)
+        home.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             step()
         return graph
 
@@ -108,6 +108,12 @@ class StepGraphs:
         """Free every graph and their memory."""
         self._graphs.clear()
         self._pool = None
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    """The stream of warm-ups and captures: one a device for the whole process, because cuBLAS keeps a workspace of 32 MiB for every stream it saw."""
+    return torch.cuda.Stream(device)
 
 
 def _first_cause(error: BaseException) -> str:
