@@ -173,6 +173,11 @@ def test_a_failed_capture_is_one_warning_and_the_job_goes_on_without_graphs(
 ) -> None:
     prompts, greedy = [row["prompt_ids"] for row in EXPECTED], [row["greedy_32"] for row in EXPECTED]
     home = torch.cuda.current_stream()
+    torch.cuda.manual_seed(5)
+    torch.rand(7, device=DEVICE)
+    state = torch.cuda.get_rng_state(DEVICE)
+    expected = torch.rand(3, device=DEVICE)
+    torch.cuda.set_rng_state(state, DEVICE)
     engine = toy_engine(3, overlap=overlap)
     failing_in_capture(engine, fault)
     with caplog.at_level(logging.WARNING, logger="specgen"):
@@ -182,9 +187,10 @@ def test_a_failed_capture_is_one_warning_and_the_job_goes_on_without_graphs(
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("CUDA graph capture failed for (8, 3, (), ") and "decoding goes on without graphs: " in warning
     assert reason in warning
-    # Nothing is left of it: not the side stream, not the allocator's state, and the next engine has its graphs.
+    # Nothing is left of it: not the side stream, not the state of torch's allocator and random numbers, and the next engine has its graphs.
     assert torch.cuda.current_stream() == home
     torch.cuda.empty_cache()
+    assert torch.equal(torch.rand(3, device=DEVICE), expected)
     after = toy_engine(3, overlap=overlap)
     assert finish(after, requests_of(prompts, SamplingParams(max_tokens=32))) == greedy
     assert after.graphs is not None and not after.graphs.off and len(after.graphs) > 0

@@ -95,7 +95,8 @@ class StepGraphs:
         """Undo what a failed capture leaves behind.
 
         When the capture itself became invalid (a step that reads the device does that), torch puts neither the current stream back nor its allocator,
-        which from then on refuses to give memory back to the device, in this engine and in every later one of the process.
+        which from then on refuses to give memory back to the device, nor, in versions before 2.13, its random numbers, which then refuse to be drawn:
+        in this engine and in all of the process.
         """
         torch.cuda.set_stream(home)
         try:
@@ -103,6 +104,10 @@ class StepGraphs:
         except RuntimeError:
             return  # torch did end it: the capture was sound, the step failed for another reason
         torch._C._cuda_releasePool(home.device_index, self._pool)
+        numbers = torch.cuda.default_generators[home.device_index]
+        same = torch.Generator(numbers.device).manual_seed(numbers.initial_seed())
+        same.set_offset(numbers.get_offset())
+        numbers.graphsafe_set_state(same.graphsafe_get_state())
 
     def close(self) -> None:
         """Free every graph and their memory."""
