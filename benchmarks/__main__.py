@@ -21,10 +21,13 @@ from benchmarks.registry import REGISTRY, Row, Settings
 
 MODULES = (host, trees, latency)  # they register themselves
 COMMANDS = {
+    "adaptive": "adaptive speculation beside every fixed num_steps and no draft, on the embedded family (CUDA or CPU)",
     "acceptance": "acceptance at a temperature on the embedded family: coupled, greedy and sampled drafts (CPU)",
+    "job": "2,000 prompts through the real command on the 8B shape: tokens a second, and the device's share of the time (CUDA or CPU)",
     "kernels_forward": "attention, matrix products, small kernels and a decoder layer of an 8B model: device time (CUDA)",
     "kernels_sampling": "sampling, drafting, trees and next tokens at the sizes of an 8B model: device time beside plain torch (CUDA)",
     "long_context": "the verify step of an 8B model over long contexts beside its floor (CUDA)",
+    "startup": "from the command to the first tokens, with caches cold and warm, on 16 GB of local weights (CUDA or CPU)",
     "steps": "decode step time of the 8B jobs by method and batch (CUDA)",
 }
 

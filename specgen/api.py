@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from os import PathLike, fspath
 from types import TracebackType
@@ -18,7 +19,7 @@ from specgen.data.prompts import PromptReader
 from specgen.data.sampling import ROW_KEYS, params_from_config, row_params
 from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
-from specgen.loading import Loaded, load, make_engine, with_model_defaults
+from specgen.loading import Loaded, load, make_engine, on_device, resolve_device, with_model_defaults
 from specgen.schema import SELECTORS, build, shown
 from specgen.types import Completion
 from specgen.validate import validate
@@ -66,21 +67,23 @@ def generate(
     config = config_of(model=model, draft=draft, sampling=sampling, engine=engine, data=data)
     if not rows:
         return []
+    with on_device(resolve_device(config.model.device)):
+        return _generate(config, rows, on_error)
+
+
+def _generate(config: Config, rows: list[dict[str, Any]], on_error: str) -> list[Completion]:
     loaded = load(config.model)
     read = list(_reader(config, loaded).read(rows))
     if on_error == "raise":
         for prompt in read:
             _raise(prompt.error)
-    inner = make_engine(config, loaded)
-    try:
+    with closing(make_engine(config, loaded)) as inner:
         job = Job(inner, config, loaded.tokenizer, params_from_config(config.sampling))
         found: dict[tuple[int, int], Completion] = {}
         for completion in job.run(iter(read)):
             if on_error == "raise":
                 _raise(completion.error)
             found[completion.index, completion.sample] = completion
-    finally:
-        inner.close()
     return [found[key] for key in sorted(found)]
 
 
@@ -104,8 +107,10 @@ class Engine:
         if "on_duplicate_id" in (given.get("data") or {}):
             raise ConfigError("data.on_duplicate_id: an Engine only minds ids that are running; leave it out")
         self._config = config_of(**given)
-        self._loaded = load(self._config.model)
-        self._inner = make_engine(self._config, self._loaded)
+        self._device = resolve_device(self._config.model.device)
+        with on_device(self._device):
+            self._loaded = load(self._config.model)
+            self._inner = make_engine(self._config, self._loaded)
         self._job_params = params_from_config(self._config.sampling, self._loaded.vocab_size)
         self._job = Job(self._inner, self._config, self._loaded.tokenizer, self._job_params)
         self._reader = _reader(self._config, self._loaded, remember_ids=False)
@@ -132,8 +137,9 @@ class Engine:
             params = read.sampling = row_params(read.sampling, overrides, self._loaded.vocab_size)
         except ValueError as error:
             raise ConfigError(f"sampling.{error}") from error
-        for sample in range(params.n):
-            self._job.submit(read, sample)
+        with on_device(self._device):
+            for sample in range(params.n):
+                self._job.submit(read, sample)
         self._ids[read.id], self._left[read.index] = read.index, params.n
         return read.id
 
@@ -141,7 +147,8 @@ class Engine:
         """One step of every running row; returns the completions that ended (an error is in the completion, as with ``on_error="return"``)."""
         self._refuse_closed()
         if self._inner.has_work:
-            self._job.step()
+            with on_device(self._device):
+                self._job.step()
         ended = [completion for completion in self._job.drain() if completion.index in self._left]
         for completion in ended:
             self._left[completion.index] -= 1

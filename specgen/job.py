@@ -31,8 +31,8 @@ class Turns:
 
 @dataclass
 class Totals:
-    """Running figures of one pass, for the progress bar and the statistics. ``first_token_s``: from the first prompt read to the first token known
-    to the host, in seconds."""
+    """Running figures of one pass, for the progress bar and the statistics. ``first_token_s``, ``first_decode_s``: from the first prompt read to the
+    first token and to the first decode step's tokens known to the host, in seconds."""
 
     rows: int = 0
     errors: int = 0
@@ -42,6 +42,7 @@ class Totals:
     started: float = 0.0
     ended: float = 0.0
     first_token_s: float | None = None
+    first_decode_s: float | None = None
 
 
 class Job:
@@ -124,6 +125,8 @@ class Job:
         done = self.engine.step()
         if self.totals.first_token_s is None and any(r.output_ids for r in chain(done, self.engine.scheduler.running)):
             self.totals.first_token_s = time.perf_counter() - self.totals.started
+        if self.totals.first_decode_s is None and self.engine.scheduler.decoded_tokens:
+            self.totals.first_decode_s = time.perf_counter() - self.totals.started
         for request in done:
             self._finish(request)
 

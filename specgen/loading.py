@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,11 +33,12 @@ log = logging.getLogger("specgen")
 
 @dataclass
 class Loaded:
-    """A target with its tokenizer, and the configuration it was loaded for."""
+    """A target with its tokenizer, and the configuration it was loaded for. ``load_s``: seconds its weights took, 0 when they were there already."""
 
     key: str
     target: Target
     tokenizer: Any | None
+    load_s: float = 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -55,6 +57,12 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda:0") if device.type == "cuda" and device.index is None else device
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one inside the block. Kernels, events and pinned memory belong to the current device, whatever device their
+    tensors are on: without this a job on cuda:1 would take memory on cuda:0 and launch there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def target_path(model: ModelConfig) -> str:
     """The target's folder or hub id."""
     return str(FAMILY / "target") if model.source == "embedded" else str(model.path)
@@ -70,6 +78,7 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     key, path = repr((asdict(model), str(device))), target_path(model)
     if _last is not None and _last.key == key:
         before_weights(_last.tokenizer)
+        _last.load_s = 0.0
         log.info("target: %s is still loaded from the job before", path)
         return _last
     _last = None
@@ -80,9 +89,10 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"  # a CPU multiplies float32 faster than bfloat16, and exactly enough that greedy text does not depend on the batch
     target = load_target(model, device, dtype)
-    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), time.perf_counter() - start)
+    load_s = time.perf_counter() - start
+    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), load_s)
     log.info("a row ends at token ids %s", list(target.eos_ids))
-    _last = Loaded(key, target, tokenizer)
+    _last = Loaded(key, target, tokenizer, load_s)
     return _last
 
 

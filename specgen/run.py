@@ -26,7 +26,7 @@ from specgen.engine.engine import Engine
 from specgen.errors import ConfigError
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
-from specgen.loading import Loaded, choose_threads, load, make_engine, prompts_of, resolve_device, with_model_defaults
+from specgen.loading import Loaded, choose_threads, load, make_engine, on_device, prompts_of, resolve_device, with_model_defaults
 from specgen.models.target import Target
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
@@ -54,10 +54,10 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     config = with_model_defaults(config, _set_by_user(folder, overrides, resume))
     task = load_task(config.task)
     _check_task(config, task)
-    with FolderLock(folder) as lock, Signals() as signals:
+    device = resolve_device(config.model.device)
+    with FolderLock(folder) as lock, Signals() as signals, on_device(device):
         earlier = earlier_record(folder) if resume else None
         data = pinned(config.data if task is None else task.data_config(config.data), earlier)
-        device = resolve_device(config.model.device)
         choose_threads(device)
         record = run_record(config, data, device)
         if earlier is not None:
@@ -160,7 +160,7 @@ class _Run:
             job = self._pass(engine)
             self.incomplete = job.stopped
             self.choices = engine.adaptive_report()
-            throughput, step = _figures(job, engine, start_s)
+            throughput, step = _figures(job, engine, start_s, self.loaded.load_s)
         for what, count in self.writer.notes.items():
             log.warning("%d %s", count, what)
         if job.totals.first_token_s is not None:
@@ -272,15 +272,20 @@ def scores(folder: Path, task: Task | None) -> dict[str, Any]:
     return {"score": score, "group_scores": {} if task.metric is None or set(groups) == {NO_GROUP} else named}
 
 
-def _figures(job: Job, engine: Engine, start_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    totals, times = job.totals, engine.times
+def _figures(job: Job, engine: Engine, start_s: float, load_s: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    totals, times, clock = job.totals, engine.times, engine.clock
+    clock.collect(wait=True)
     throughput = throughput_figures(
         output_tokens=totals.output_tokens,
         wall_s=totals.ended - totals.started,
         decode_tokens=times.decode_tokens,
         decode_s=times.decode_seconds,
         start_s=start_s,
+        load_s=load_s,
         first_token_s=totals.first_token_s,
+        first_decode_s=totals.first_decode_s,
+        device_prefill_s=clock.prefill_s,
+        device_decode_s=clock.decode_s,
     )
     return throughput, step_figures(times.step_ms)
 

@@ -211,7 +211,8 @@ def check_device(device: str) -> None:
     if count == 0:
         raise ConfigError(f"model.device={device}: no CUDA device is visible here; use model.device=cpu or model.device=auto")
     if wanted >= count:
-        raise ConfigError(f"model.device={device}: the CUDA devices visible here are cuda:0 to cuda:{count - 1}")
+        there = "the only CUDA device visible here is cuda:0" if count == 1 else f"the CUDA devices visible here are cuda:0 to cuda:{count - 1}"
+        raise ConfigError(f"model.device={device}: {there}")
 
 
 def cuda_devices() -> int:

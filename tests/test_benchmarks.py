@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import host, latency, timing, trees
+from benchmarks import checkpoints, host, latency, timing, trees
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.registry import REGISTRY, Settings
 from benchmarks.timing import Sample
+from specgen.config import ModelConfig
+from specgen.data.tokenizer import load_tokenizer
+from specgen.models.loader import load_target
 from specgen.types import SamplingParams
 from tests.harness import drive, engine_of, requests_of
 
@@ -191,3 +194,56 @@ def test_step_latency_takes_the_steps_it_was_asked_for() -> None:
     assert found["params"] == {
         "batch": 8, "steps": 5, "overlap": 0, "graphs": False, "model": "embedded", "drafter": "eagle3", "num_steps": 3,
     }  # fmt: skip
+
+
+def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "adaptive.json"
+    size = ["--batches", "2", "--rows", "3", "--tokens", "12", "--max-steps", "2", "--repeats", "1"]
+    main(["adaptive", "--device", "cpu", "--dtype", "float32", *size, "--json", str(file)])
+    eagle, never = json.loads(file.read_text())
+    for found in (eagle, never):
+        assert list(found["tokens_per_s"]) == ["none", "1", "2", "adaptive"] and all(speed > 0 for speed in found["tokens_per_s"].values())
+        assert (found["batch"], found["rows"], found["tokens"], found["repeats"]) == (2, 3, 12, 1)
+        assert found["best_fixed"] in ("1", "2") and found["adaptive_to_best_fixed"] > 0 < found["adaptive_to_none"]
+        assert sum(found["adaptive_shares"].values()) == pytest.approx(1)
+    assert eagle["acceptance_length"]["none"] == 1 and eagle["acceptance_length"]["2"] > 1.3
+    assert never["acceptance_length"]["2"] < 1.05, "random weights guess nothing"
+    assert "adaptive / best fixed (" in capsys.readouterr().out
+
+
+def test_a_whole_job_is_timed_on_the_device_and_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.json"
+    size = ["--shape", "embedded", "--device", "cpu", "--dtype", "float32", "--prompts", "3", "--warm-up", "1", "--batch", "2"]
+    main(["job", *size, "--only", "eagle3", "--dir", str(tmp_path / "work"), "--json", str(file)])
+    (found,) = json.loads(file.read_text())
+    rows = [json.loads(line) for line in (tmp_path / "work" / "job_eagle3" / "generations.jsonl").read_text().splitlines()]
+    asked = [json.loads(line) for line in (tmp_path / "work" / "job.jsonl").read_text().splitlines()]
+    assert {row["index"]: (row["prompt_tokens"], row["output_tokens"]) for row in rows} == {
+        i: (len(row["token_ids"]), row["max_tokens"]) for i, row in enumerate(asked)
+    }
+    assert all(32 <= len(row["token_ids"]) <= 448 and 16 <= row["max_tokens"] <= 512 for row in asked)
+    assert found["output_tokens"] == sum(row["max_tokens"] for row in asked) and all(row["simulated"] and row["text"] for row in rows)
+    assert 0 < found["device_s"] == found["device_prefill_s"] + found["device_decode_s"] < found["wall_s"]
+    assert found["device_share"] == found["device_s"] / found["wall_s"] == found["device_share_without_captures"] and found["captures"] == 0
+    assert re.search(r"eagle3: 3 rows, .* = \d+\.\d% of the wall time", capsys.readouterr().out, re.S)
+
+
+def test_a_checkpoint_of_a_shape_has_every_id_and_loads_from_its_shards(tmp_path: Path) -> None:
+    assert checkpoints.write_folder("embedded", tmp_path) == 4096
+    size = checkpoints.write_weights(tmp_path, "cpu", shard_bytes=1 << 20)
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    target = load_target(ModelConfig(source="hf", path=str(tmp_path)), CPU, "float32")
+    assert size == 2 * sum(view.numel() for view in target.views().values())
+    assert target.embed_weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert checkpoints.write_folder("llama31_8b", tmp_path / "large") == 128256
+    tokenizer = load_tokenizer(str(tmp_path / "large"))
+    assert len(tokenizer) == 128256 and tokenizer.decode([300, 4096, 128255]) == "en w4096 w128255"
+
+
+def test_start_up_is_timed_from_the_process_to_its_first_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--shape", "embedded", "--device", "cpu", "--dtype", "float32", "--prompts", "2", "--batch", "2"]
+    main(["startup", *size, "--only", "cold", "--dir", str(tmp_path), "--json", str(tmp_path / "startup.json")])
+    (found,) = json.loads((tmp_path / "startup.json").read_text())
+    assert 0 < found["load_s"] < found["start_s"] < found["to_first_token_s"] < found["to_first_decode_step_s"] < found["total_s"] + 1
+    assert json.loads((tmp_path / "run_cold" / "stats.json").read_text())["output_tokens"] == found["output_tokens"] == 128
+    assert "cold: start " in capsys.readouterr().out

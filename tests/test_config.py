@@ -262,6 +262,7 @@ def test_the_default_tree_fits_and_one_node_more_than_the_largest_does_not(topk:
     ("count", "device", "text"),
     [
         (0, "cuda", "model.device=cuda: no CUDA device is visible here; use model.device=cpu or model.device=auto"),
+        (1, "cuda:1", "model.device=cuda:1: the only CUDA device visible here is cuda:0"),
         (2, "cuda:2", "model.device=cuda:2: the CUDA devices visible here are cuda:0 to cuda:1"),
     ],
 )

@@ -227,7 +227,12 @@ def test_log_and_stats_tell_the_kv_pool_the_first_token_and_the_threads() -> Non
     log, stats = log_of("o"), stats_of("o")
     # 256 positions and a reserve of D + lead = 4 + 1 tokens are 17 pages a row.
     assert f"KV pool: {2 * 17 * 16} tokens" in log and "for at most 2 rows at a time" in log
-    assert 0 < stats["throughput"]["first_token_s"] < stats["throughput"]["wall_s"]
+    throughput = stats["throughput"]
+    assert 0 < throughput["first_token_s"] < throughput["first_decode_s"] < throughput["wall_s"]
+    assert throughput["load_s"] < throughput["start_s"]
+    assert (throughput["load_s"] == 0) is ("is still loaded from the job before" in log)
+    assert throughput["device_prefill_s"] > 0 < throughput["device_decode_s"]
+    assert throughput["device_prefill_s"] + throughput["device_decode_s"] < throughput["wall_s"]
     assert "first token after" in log and "threads: 1, as OMP_NUM_THREADS says" in log
     assert stats["environment"]["threads"] == torch.get_num_threads()
     assert stats["attempts"][0]["rows"] == 3

@@ -210,13 +210,17 @@ def test_reading_a_run_in_progress_leaves_out_the_row_being_written(tmp_path: Pa
 
 
 def test_times_are_ratios_and_linear_percentiles_and_null_without_time() -> None:
-    assert throughput_figures(output_tokens=100, wall_s=4.0, decode_tokens=90, decode_s=3.0, start_s=7.0, first_token_s=0.5) == {
-        "output_tokens_per_s": 25.0,
-        "decode_tokens_per_s": 30.0,
+    given = {
         "wall_s": 4.0,
         "start_s": 7.0,
+        "load_s": 5.0,
         "first_token_s": 0.5,
+        "first_decode_s": 0.6,
+        "device_prefill_s": 1.0,
+        "device_decode_s": 2.5,
     }
+    rates = {"output_tokens_per_s": 25.0, "decode_tokens_per_s": 30.0}
+    assert throughput_figures(output_tokens=100, decode_tokens=90, decode_s=3.0, **given) == rates | given
     assert throughput_figures(output_tokens=0, wall_s=0.0, decode_tokens=0, decode_s=0.0, start_s=1.0)["output_tokens_per_s"] is None
     step = step_figures([1.0, 2.0, 3.0, 4.0, 5.0], {"verify_ms": 2.0})
     assert rounded(step) == {

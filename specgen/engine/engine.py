@@ -25,6 +25,7 @@ from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.ring import StateRing
 from specgen.draft.tree import IndexChecks, detect_oob, draft_depth
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
+from specgen.engine.clock import DeviceClock, mark_of
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
 from specgen.engine.memory import PageTable, spec_reserve
@@ -137,6 +138,7 @@ class Engine:
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
         self.times = StepTimes()
+        self.clock = DeviceClock(self.overlap + 3, mark_of(self.device))
         self.checks = IndexChecks(self.device) if engine.check_indices else None
         self.batch_cuts: list[int] = []  # row limits after each time the device ran out of memory
         self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
@@ -170,6 +172,7 @@ class Engine:
         if self.config.kv_memory_gb is not None:
             budget = int(self.config.kv_memory_gb * 2**30)
         elif self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what an earlier engine of this process gave back is torch's until now
             free, total = torch.cuda.mem_get_info(self.device)
             budget = int(free - (1 - self.config.memory_fraction) * total) - other_bytes
         else:
@@ -278,6 +281,8 @@ class Engine:
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue a step: decode rows, then prompt chunks, then the copies of their results."""
         flight = InFlight(batch, [], None, None)
+        self.clock.begin()
+        captured = self._capture_seconds
         if batch.decode and batch.slots is not None:
             buffer = self._results.take()
             if batch.catch_up and self.ring is not None:
@@ -288,8 +293,16 @@ class Engine:
             if self._logprobs is not None and self._logprob_ring is not None:
                 flight.decode_logprobs = _fetched(self._logprob_ring.take(), self._logprobs, n)
         if batch.chunks:
+            if batch.decode:
+                self.clock.between()
             self._launch_prefill(batch.chunks, flight)
+        timed = self._capture_seconds == captured  # capturing is the host's work
+        self.clock.end(timed and bool(batch.decode), timed and bool(batch.chunks))
         return flight
+
+    @property
+    def _capture_seconds(self) -> float:
+        return 0.0 if self.graphs is None else self.graphs.capture_seconds
 
     def _launch_decode(self, batch: Batch) -> None:
         """The decode step of a batch: eager on the exact rows, or the graph of its bucket, padded with scratch rows."""
@@ -464,6 +477,7 @@ class Engine:
             n = len(flight.finals)
             flight.prefill_result.wait()
             done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], _read(flight.prefill_logprobs, n))
+        self.clock.collect()
         if self.checks is not None:
             self.checks.raise_if_any()  # waits for the device: the price of checking
         return done

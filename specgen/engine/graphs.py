@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,20 +62,14 @@ class StepGraphs:
 
     def _capture(self, key: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         start = time.perf_counter()
+        home = torch.cuda.current_stream(self.device)
         try:
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
-                warm_up()
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
-            if self._pool is None:
-                self._pool = graph.pool()
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            graph = self._record(home, step, warm_up)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
             self.off = True
-            log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, str(error).splitlines()[0])
+            log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, _first_cause(error))
+            self._abandon(home)
+            self.capture_seconds += time.perf_counter() - start
             return None
         self._graphs[key] = graph
         seconds = time.perf_counter() - start
@@ -82,7 +77,52 @@ class StepGraphs:
         log.info("captured a decode step for %s in %.2f s", key, seconds)
         return graph
 
+    def _record(self, home: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Warm up and capture on the side stream; ``home`` is the stream that everything else runs on."""
+        side = _side_stream(self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        side.wait_stream(home)
+        with torch.cuda.stream(side):
+            warm_up()
+        home.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            step()
+        return graph
+
+    def _abandon(self, home: Any) -> None:
+        """Undo what a failed capture leaves behind.
+
+        When the capture itself became invalid (a step that reads the device does that), torch puts neither the current stream back nor its allocator,
+        which from then on refuses to give memory back to the device, nor, in versions before 2.13, its random numbers, which then refuse to be drawn:
+        in this engine and in all of the process.
+        """
+        torch.cuda.set_stream(home)
+        try:
+            torch._C._cuda_endAllocateToPool(home.device_index, self._pool)
+        except RuntimeError:
+            return  # torch did end it: the capture was sound, the step failed for another reason
+        torch._C._cuda_releasePool(home.device_index, self._pool)
+        numbers = torch.cuda.default_generators[home.device_index]
+        same = torch.Generator(numbers.device).manual_seed(numbers.initial_seed())
+        same.set_offset(numbers.get_offset())
+        numbers.graphsafe_set_state(same.graphsafe_get_state())
+
     def close(self) -> None:
         """Free every graph and their memory."""
         self._graphs.clear()
         self._pool = None
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    """The stream of warm-ups and captures: one a device for the whole process, because cuBLAS keeps a workspace of 32 MiB for every stream it saw."""
+    return torch.cuda.Stream(device)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of the error that came first: what follows it only says that the capture broke off."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -52,20 +52,35 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 
 
 def throughput_figures(
-    *, output_tokens: int, wall_s: float, decode_tokens: int, decode_s: float, start_s: float, first_token_s: float | None = None
+    *,
+    output_tokens: int,
+    wall_s: float,
+    decode_tokens: int,
+    decode_s: float,
+    start_s: float,
+    load_s: float | None = None,
+    first_token_s: float | None = None,
+    first_decode_s: float | None = None,
+    device_prefill_s: float | None = None,
+    device_decode_s: float | None = None,
 ) -> dict[str, float | None]:
     """The ``throughput`` object of stats.json.
 
     output_tokens over wall_s (first prompt submitted to last row ended) is with prefill; decode_tokens (committed and kept in decode steps) over
-    decode_s (time in which decode steps ran) is without. start_s: from process start to the first prompt, in neither; first_token_s: from the first
-    prompt to the first token of any row. Seconds.
+    decode_s (time in which decode steps ran) is without. start_s: from process start to the first prompt, in neither, and load_s the part of it that
+    loaded the target; first_token_s, first_decode_s: from the first prompt to the first token of any row, and to the first decode step's.
+    device_prefill_s, device_decode_s: device time of the launches, graph captures left out. Seconds.
     """
     return {
         "output_tokens_per_s": output_tokens / wall_s if wall_s else None,
         "decode_tokens_per_s": decode_tokens / decode_s if decode_s else None,
         "wall_s": wall_s,
         "start_s": start_s,
+        "load_s": load_s,
         "first_token_s": first_token_s,
+        "first_decode_s": first_decode_s,
+        "device_prefill_s": device_prefill_s,
+        "device_decode_s": device_decode_s,
     }
 
 

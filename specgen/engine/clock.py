@@ -1,0 +1,91 @@
+"""Device time of an engine's launches: marks before, between and after the decode part and the prefill part of each, read when they have passed.
+
+Boundary: marks and sums. On a CUDA device a mark is an event in the stream; nothing here waits for one in the steady state, for a launch is read when
+a later one is retired. On a CPU the launch itself is the work, and a mark is the time. A span holds the device's work and whatever it waited for
+inside the launch (a host that is slower than the device, a kernel being compiled); it does not hold what lies between launches, nor launches in which
+a graph was captured, which are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class HostMark:
+    """A mark on a CPU device: the time at which it was made."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        """Make the mark."""
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        """Whether it has been passed: always."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, later: HostMark) -> float:
+        """Milliseconds to ``later``."""
+        return 1000 * (later._at - self._at)
+
+
+def mark_of(device: torch.device) -> Callable[[], Any]:
+    """What makes a mark on this device."""
+    return (lambda: torch.cuda.Event(enable_timing=True)) if device.type == "cuda" else HostMark
+
+
+class DeviceClock:
+    """``decode_s`` and ``prefill_s``: seconds of the launches read so far. ``depth``: launches that may be unread, allocated once."""
+
+    def __init__(self, depth: int, mark: Callable[[], Any]) -> None:
+        self.decode_s = self.prefill_s = 0.0
+        self._marks = [(mark(), mark(), mark()) for _ in range(depth)]
+        self._decodes, self._prefills = [False] * depth, [False] * depth
+        self._made = self._read = 0  # launches ended, and launches read
+
+    def begin(self) -> None:
+        """A launch begins. One that began before and did not end (it ran out of memory) is forgotten."""
+        if self._made - self._read == len(self._marks):
+            self._take(wait=True)  # more launches than ever are in flight: a caller that never retires
+        self._marks[self._made % len(self._marks)][0].record()
+
+    def between(self) -> None:
+        """The decode part has been launched and a prefill follows."""
+        self._marks[self._made % len(self._marks)][1].record()
+
+    def end(self, decode: bool, prefill: bool) -> None:
+        """The launch is complete: which parts it had. With neither it is left out."""
+        place = self._made % len(self._marks)
+        self._decodes[place], self._prefills[place] = decode, prefill
+        if decode or prefill:
+            self._marks[place][2].record()
+            self._made += 1
+
+    def collect(self, wait: bool = False) -> None:
+        """Read the launches that the device has finished; all of them with ``wait``."""
+        while self._read < self._made and self._take(wait):
+            pass
+
+    def _take(self, wait: bool) -> bool:
+        """Read the oldest launch; False when the device has not finished it."""
+        place = self._read % len(self._marks)
+        first, middle, last = self._marks[place]
+        if wait:
+            last.synchronize()
+        elif not last.query():
+            return False
+        decode, prefill = self._decodes[place], self._prefills[place]
+        if decode:
+            self.decode_s += first.elapsed_time(middle if prefill else last) / 1000
+        if prefill:
+            self.prefill_s += (middle if decode else first).elapsed_time(last) / 1000
+        self._read += 1
+        return True
