@@ -76,7 +76,7 @@ def measure(target: FusedTarget, rows: int, context: int, nodes: int) -> dict[st
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print one line a number of nodes."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks long_context", description=__doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--nodes", default="4,1")
