@@ -27,6 +27,7 @@ DRAFTS = [("none", 1, 0), ("eagle", 4, 4), ("eagle3", 4, 4)]
 PROMPTS = [json.loads(line)["prompt"] for line in (FAMILY / "prompts.jsonl").read_text().splitlines()]
 ROWS = {"cpu": 4, "cuda:0": 24}
 TOKENS = {"cpu": 16, "cuda:0": 48}
+VOCAB = 4096
 Texts = list[list[int]]
 
 
@@ -47,7 +48,7 @@ def generate(device: str, dtype: str, fuse: bool, graphs: str, method: str, topk
     target = target_on(device, dtype, fuse)
     draft = DraftConfig(method=method, topk=topk, num_steps=steps)
     config = EngineConfig(max_batch=16, cuda_graphs=graphs, kv_memory_gb=0.25)
-    engine = Engine(target, load_drafter(draft, ModelConfig(device=device), target), config, draft, vocab_limit=4096)
+    engine = Engine(target, load_drafter(draft, ModelConfig(device=device), target), config, draft, vocab_limit=VOCAB)
     assert target.fused is fuse and (engine.graphs is not None) is (graphs == "auto" and device != "cpu")
     requests = requests_on(device, temperature)
     engine.run(requests)
@@ -78,28 +79,40 @@ def test_in_float32_every_path_writes_the_same_tokens(device: str, temperature: 
 
 
 @cache
-def replaying(device: str, fuse: bool) -> Engine:
+def replaying(device: str) -> Engine:
     """An engine as the lossless check replays rows on."""
-    target, draft = target_on(device, "bfloat16", fuse), DraftConfig(method="none")
+    target, draft = target_on(device, "bfloat16", True), DraftConfig(method="none")
     config = EngineConfig(max_batch=1, overlap="0", cuda_graphs="off", kv_memory_gb=0.05)
-    return Engine(target, load_drafter(draft, ModelConfig(), target), config, draft, vocab_limit=4096)
+    return Engine(target, load_drafter(draft, ModelConfig(), target), config, draft, vocab_limit=VOCAB)
+
+
+def replayed(device: str, temperature: float) -> Texts:
+    """Output ids of the rows one by one: the texts that others are judged against, since the judgement asks for the logits of this very run."""
+    requests = requests_on(device, temperature)
+    for request in requests:
+        replaying(device).run([request])
+    return [request.output_ids for request in requests]
 
 
 def judged(device: str, request: Request, ours: list[int], theirs: list[int]) -> lossless.Verdict:
-    """The first difference of two texts of a request, under the logits that both targets compute there in steps of several shapes."""
+    """The first difference of two texts of a request, ``ours`` the replay's, under the logits that both targets compute there in steps of several
+    shapes."""
     n = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     if ours == theirs:
         return lossless.Verdict(lossless.EQUAL)
     if n in (len(ours), len(theirs)):
         return lossless.Verdict(lossless.DIFFERENT, n)
-    zs = [lossless._scores_there(request, tuple(ours[:n]), replaying(device, fuse), nodes=17, batch=16) for fuse in (True, False)]
-    return lossless.judge(torch.cat(zs), ours[n], theirs[n], request, n, lossless.LARGEST_E[torch.bfloat16])
+    zs = lossless._scores_there(request, tuple(ours[:n]), replaying(device), nodes=17, batch=16)
+    ids, unfused = [*request.prompt.token_ids, *ours[:n]], target_on(device, "bfloat16", False)
+    with torch.inference_mode():
+        others = torch.stack([lossless.window_logits(unfused, ids, width, 1, 16) for width in (1, 17)])[:, :VOCAB].float().cpu()
+    return lossless.judge(torch.cat([zs, others]), ours[n], theirs[n], request, n, lossless.LARGEST_E[torch.bfloat16])
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_in_bfloat16_every_difference_between_paths_is_a_near_tie(device: str, temperature: float) -> None:
-    first = generate(device, "bfloat16", True, "off", *DRAFTS[0], temperature)
+    first = replayed(device, temperature)
     requests = requests_on(device, temperature)
     for path in paths(device):
         for draft in DRAFTS:
