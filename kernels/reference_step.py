@@ -50,17 +50,18 @@ def window(
 
     start = length + start_add; token q has KV index start + slot_add + q and position start + position_add + q * position_step, or start +
     depth[b, q]
-    (depth [B, q_len] int32), at most ``last_position``. count [B] int32: tokens q >= count[b] write to scratch. length [B] int32, table [B, W] int32.
+    (depth [B, q_len] int32), at most ``last_position``. count [B] int32: tokens q >= count[b] write to scratch. So do those before the row's
+    beginning (an index below 0), at position 0. length [B] int32, table [B, W] int32.
     """
     q = torch.arange(q_len, device=length.device, dtype=torch.int32)
     start = (length + start_add).to(torch.int32)
     index = (start[:, None] + slot_add + q).long()
-    page = table.gather(1, (index // page_size).clamp(max=table.shape[1] - 1)).long()
-    slots = page * page_size + index % page_size
+    page = table.gather(1, (index // page_size).clamp(0, table.shape[1] - 1)).long()
+    slots = (page * page_size + index % page_size) * (index >= 0)
     if count is not None:
         slots = slots * (q < count[:, None])
     offset = (position_add + q * position_step) if depth is None else depth
-    positions = (start[:, None] + offset).expand(-1, q_len).clamp(max=last_position)
+    positions = (start[:, None] + offset).expand(-1, q_len).clamp(0, last_position)
     return slots.reshape(-1), positions.to(torch.int32).reshape(-1), start
 
 

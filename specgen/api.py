@@ -16,6 +16,7 @@ from typing import Any
 from specgen.config import GROUPS, Config
 from specgen.data.prompts import PromptReader
 from specgen.data.sampling import ROW_KEYS, params_from_config, row_params
+from specgen.draft.load import check_draft_files
 from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
 from specgen.loading import Loaded, load, make_engine, with_model_defaults
@@ -66,6 +67,7 @@ def generate(
     config = config_of(model=model, draft=draft, sampling=sampling, engine=engine, data=data)
     if not rows:
         return []
+    check_draft_files(config.draft, config.model)
     loaded = load(config.model)
     read = list(_reader(config, loaded).read(rows))
     if on_error == "raise":
@@ -104,6 +106,7 @@ class Engine:
         if "on_duplicate_id" in (given.get("data") or {}):
             raise ConfigError("data.on_duplicate_id: an Engine only minds ids that are running; leave it out")
         self._config = config_of(**given)
+        check_draft_files(self._config.draft, self._config.model)
         self._loaded = load(self._config.model)
         self._inner = make_engine(self._config, self._loaded)
         self._job_params = params_from_config(self._config.sampling, self._loaded.vocab_size)

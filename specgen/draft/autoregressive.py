@@ -83,10 +83,10 @@ class AutoregressiveDrafter(Drafter):
 
     def bind(self, max_slots: int, num_pages: int, page_size: int, max_batch: int) -> None:
         device = self.head.device
-        self.pool: Any = self.head.make_pool(num_pages, page_size)
+        self.pool: Any = self._make_pool(num_pages, page_size)
         self.tokens = torch.zeros(max_slots, self.topk, dtype=torch.int32, device=device)
         self.scores = torch.zeros(max_slots, self.topk, dtype=torch.float32, device=device)
-        self.feed = torch.zeros(max_slots, self.head.feed_size, dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
+        self.feed = torch.zeros(max_slots, self._feed_width(), dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
         self.max_batch = max_batch
         # Constants of every step: window numbers of the nodes kept at each depth, and where each row of an extend of that width begins.
         self.offsets = torch.arange(self.num_steps * self.topk, dtype=torch.int32, device=device)
@@ -99,6 +99,13 @@ class AutoregressiveDrafter(Drafter):
         self.comb = comb(self.topk, self.num_steps, max_batch, device) if self.rejection and self.topk > 1 else None
         if self.rejection:
             check_draft_tokens(self.topk, self.num_steps, self.num_draft_tokens)
+
+    def _make_pool(self, num_pages: int, page_size: int) -> KvPool:
+        return self.head.make_pool(num_pages, page_size)
+
+    def _feed_width(self) -> int:
+        """Elements of state a row keeps to feed back."""
+        return self.head.feed_size
 
     def close(self) -> None:
         self.pool = None
@@ -126,8 +133,7 @@ class AutoregressiveDrafter(Drafter):
         laws: list[Tensor] = []
         for depth in range(num_steps):
             if depth:
-                layout = rows.place(1, start_add=self.lead + depth - 1)
-                states, feed = self.head.forward(drawn[-1][:, 0].contiguous(), feed, layout, self.pool)
+                states, feed = self._advance(rows, [tokens[:, 0] for tokens in drawn], feed)
             s = rows.sampling
             tokens, q = draw_drafts(self._logits(states, s, depth), s, s.t + depth, self.topk, self.head.id_map)
             drawn.append(tokens)
@@ -137,13 +143,18 @@ class AutoregressiveDrafter(Drafter):
 
     def _propose_chain(self, rows: StepRows, num_steps: int, tokens: Tensor, feed: Tensor | None) -> Draft:
         """topk = 1: concatenation, top-k, sort and gather are the identity, so the draft is the plain cat of its tokens."""
-        drafted, s = [tokens], rows.sampling
+        drafted, s = [tokens.reshape(-1)], rows.sampling
         for depth in range(1, num_steps):
-            # Each node is its own query after depth-1 drafted keys, which are by now as good as committed ones.
-            layout = rows.place(1, start_add=self.lead + depth - 1)
-            states, feed = self.head.forward(drafted[-1].reshape(-1), feed, layout, self.pool)
-            drafted.append(self._best(states, s, depth)[:, None])
-        return Draft(token_ids=torch.cat(drafted, 1))
+            states, feed = self._advance(rows, drafted, feed)
+            drafted.append(self._best(states, s, depth))
+        return Draft(token_ids=torch.stack(drafted, 1))
+
+    def _advance(self, rows: StepRows, run: list[Tensor], feed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """After a chain of drafts, depth by depth [B] int32 each: (the states that propose the next one [B, H], what to feed back after it).
+
+        The newest node is its own query after the drafted keys before it, which are by now as good as committed ones.
+        """
+        return self.head.forward(run[-1].contiguous(), feed, rows.place(1, start_add=self.lead + len(run) - 1), self.pool)
 
     def _propose_tree(self, rows: StepRows, num_steps: int, tokens: Tensor, scores: Tensor, feed: Tensor | None) -> Draft:
         batch, topk = rows.size, self.topk
@@ -241,19 +252,22 @@ class AutoregressiveDrafter(Drafter):
 
     def _extend_pairs(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
         """Write the drafter's KV of the whole accepted path, S + 1 padded rows; only each row's last token goes on beyond its K and V."""
-        head = self.head
         batch, width = accepted.tokens.shape
         layout = rows.place(width, start_add=self.lead, count=accepted.count)
-        feed_in = None
-        features = head.features(accepted.hidden)
-        if features is not None:
-            features = features.view(batch, accepted.num_nodes, -1)
-            if accepted.path is not None:
-                features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
-            feed_in = head.start(features[:, :width].reshape(batch * width, -1))
         last = accepted.accepted + self.row_starts[width][:batch]
         query = Layout(layout.positions, layout.slots, layout.block_table, layout.length + accepted.accepted, 1, layout.max_len)
-        return head.forward(accepted.tokens.reshape(-1), feed_in, layout, self.pool, Tail(last, query))
+        return self.head.forward(accepted.tokens.reshape(-1), self._path_feed(accepted), layout, self.pool, Tail(last, query))
+
+    def _path_feed(self, accepted: AcceptedRows) -> Tensor | None:
+        """The target's states along the accepted path as the head takes them, [B * (S + 1), feed_size]; None for a head that reads tokens alone."""
+        batch, width = accepted.tokens.shape
+        features = self.head.features(accepted.hidden)
+        if features is None:
+            return None
+        features = features.view(batch, accepted.num_nodes, -1)
+        if accepted.path is not None:
+            features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
+        return self.head.start(features[:, :width].reshape(batch * width, -1))
 
     def _extend_tokens(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
         """A draft model's chain: the KV of accepted drafts is what ``propose`` wrote, but for the deepest, which was never forwarded. So two
