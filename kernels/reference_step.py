@@ -181,3 +181,22 @@ def keep_step(
     kept_tokens[slots, at] = tokens
     if states is not None and kept is not None:
         kept[slots, at] = states
+
+
+def take_rows(table: Tensor, index: Tensor) -> Tensor:
+    """Lines of table [R, ...] by number: index [n] int32 or int64 -> [n, ...]."""
+    return table.index_select(0, index)
+
+
+def put_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Write rows [n, ...] to the lines index [n] int64 of table [R, ...], in place. Only scratch lines may repeat; one of their values stays."""
+    table.index_copy_(0, index, rows)
+
+
+def closing_pair(root: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
+    """The last two tokens of each committed run, [B, 2] int32: the last accepted draft (the root where none was) and the token after it.
+
+    root [B] int32; tokens [B, W] int32, the run; accepted [B] int32, the index in it of the last.
+    """
+    run = torch.cat([root[:, None], tokens], 1)
+    return run.gather(1, (accepted[:, None] + torch.arange(2, device=root.device)).long())

@@ -26,6 +26,7 @@ from specgen.draft import tree
 from specgen.draft.autoregressive import AutoregressiveDrafter
 from specgen.draft.base import AcceptedRows, PrefillRows, SamplingRows, StepRows
 from specgen.draft.mtp import MtpModule
+from specgen.kernels import ops
 from specgen.models.attention import KvPool
 from specgen.types import Draft, Layout
 
@@ -68,7 +69,7 @@ class ModularDrafter(AutoregressiveDrafter):
         assert feed is not None
         step, batch, beyond = len(run), rows.size, len(run) > self.deepest
         length = 1 if beyond else step  # positions this step runs over
-        ids = run[-1].contiguous() if beyond else torch.stack(run, 1).reshape(-1)
+        ids = (run[-1] if beyond else torch.cat(run, 1)).reshape(-1)
         trail = feed.view(batch, -1, self.width)
         module = self.modules[min(step, self.deepest)]
         layout = rows.place(length, start_add=step - 1 - self.deepest if beyond else -step)
@@ -143,9 +144,9 @@ class ModularDrafter(AutoregressiveDrafter):
         """Settle a chunk's tokens: module k at k positions before each."""
         layout, slots = rows.layout, rows.row_slots
         assert layout.cu_q is not None and self.feed is not None
-        floor = torch.where(layout.length == 0, 0, self.floor.index_select(0, slots))
-        self.floor.index_copy_(0, slots, floor)
-        kept = self.feed.index_select(0, slots).view(slots.shape[0], self.deepest, -1)
+        floor = torch.where(layout.length == 0, 0, ops.take_rows(self.floor, slots))
+        ops.put_rows(self.floor, slots, floor)
+        kept = ops.take_rows(self.feed, slots).view(slots.shape[0], self.deepest, -1)
         kept = torch.where((layout.length == floor)[:, None, None], 0, kept)  # of the slot's row before
         first, last = layout.cu_q[:-1].long(), layout.cu_q[1:].long() - 1
         owner = torch.searchsorted(last, torch.arange(rows.ids.shape[0], device=last.device))
@@ -157,11 +158,11 @@ class ModularDrafter(AutoregressiveDrafter):
                 break
             states, out = module.forward(rows.next_ids, feed, place, self.pool)
             final = states if final is None else final
-            settled.append(out.index_select(0, last))
+            settled.append(ops.take_rows(out, last))
             feed = out.roll(1, 0).index_copy_(0, first, kept[:, index])
-        self.feed.index_copy_(0, slots, torch.cat(settled, 1))
+        ops.put_rows(self.feed, slots, torch.cat(settled, 1))
         if rows.rows is not None and rows.final_last is not None and final is not None:
-            self._keep(rows.rows.slots, final.index_select(0, rows.final_last), None, rows.rows.sampling)
+            self._keep(rows.rows.slots, ops.take_rows(final, rows.final_last), None, rows.rows.sampling)
 
     def _extend_pairs(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
         """Settle the accepted path, S + 1 padded tokens a row."""
@@ -180,7 +181,7 @@ class ModularDrafter(AutoregressiveDrafter):
             if part.last:
                 self._keep(part.keep, states, feed, rows.sampling)
             else:
-                self.feed.index_copy_(0, part.keep, feed)
+                ops.put_rows(self.feed, part.keep, feed)
 
     def _settle(self, ids: Tensor, feed: Tensor, layouts: list[Layout], last: Tensor, slots: Tensor, begin: Tensor | None) -> tuple[Tensor, Tensor]:
         """Run every module over B windows of C tokens: (states [B, H] of module 0 at the tokens ``last`` [B], each module's states there).
@@ -189,15 +190,15 @@ class ModularDrafter(AutoregressiveDrafter):
         """
         assert self.feed is not None
         batch = slots.shape[0]
-        kept = self.feed.index_select(0, slots).view(batch, self.deepest, -1)
+        kept = ops.take_rows(self.feed, slots).view(batch, self.deepest, -1)
         final, settled = None, []
         for index, module in enumerate(self.modules):
             if index == self.deepest:
                 module.write(ids, feed, layouts[index], self.pool)
                 break
             states, out = module.forward(ids, feed, layouts[index], self.pool)
-            final = states.index_select(0, last) if final is None else final
-            settled.append(out.index_select(0, last))
+            final = ops.take_rows(states, last) if final is None else final
+            settled.append(ops.take_rows(out, last))
             window = out.view(batch, -1, self.width)
             window = torch.cat([kept[:, index : index + 1], window[:, :-1]], 1)
             if begin is not None:
