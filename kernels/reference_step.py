@@ -50,17 +50,18 @@ def window(
 
     start = length + start_add; token q has KV index start + slot_add + q and position start + position_add + q * position_step, or start +
     depth[b, q]
-    (depth [B, q_len] int32), at most ``last_position``. count [B] int32: tokens q >= count[b] write to scratch. length [B] int32, table [B, W] int32.
+    (depth [B, q_len] int32), at most ``last_position``. count [B] int32: tokens q >= count[b] write to scratch. So do those before the row's
+    beginning (an index below 0), at position 0. length [B] int32, table [B, W] int32.
     """
     q = torch.arange(q_len, device=length.device, dtype=torch.int32)
     start = (length + start_add).to(torch.int32)
     index = (start[:, None] + slot_add + q).long()
-    page = table.gather(1, (index // page_size).clamp(max=table.shape[1] - 1)).long()
-    slots = page * page_size + index % page_size
+    page = table.gather(1, (index // page_size).clamp(0, table.shape[1] - 1)).long()
+    slots = (page * page_size + index % page_size) * (index >= 0)
     if count is not None:
         slots = slots * (q < count[:, None])
     offset = (position_add + q * position_step) if depth is None else depth
-    positions = (start[:, None] + offset).expand(-1, q_len).clamp(max=last_position)
+    positions = (start[:, None] + offset).expand(-1, q_len).clamp(0, last_position)
     return slots.reshape(-1), positions.to(torch.int32).reshape(-1), start
 
 
@@ -180,3 +181,22 @@ def keep_step(
     kept_tokens[slots, at] = tokens
     if states is not None and kept is not None:
         kept[slots, at] = states
+
+
+def take_rows(table: Tensor, index: Tensor) -> Tensor:
+    """Lines of table [R, ...] by number: index [n] int32 or int64 -> [n, ...]."""
+    return table.index_select(0, index)
+
+
+def put_rows(table: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Write rows [n, ...] to the lines index [n] int64 of table [R, ...], in place. Only scratch lines may repeat; one of their values stays."""
+    table.index_copy_(0, index, rows)
+
+
+def closing_pair(root: Tensor, tokens: Tensor, accepted: Tensor) -> Tensor:
+    """The last two tokens of each committed run, [B, 2] int32: the last accepted draft (the root where none was) and the token after it.
+
+    root [B] int32; tokens [B, W] int32, the run; accepted [B] int32, the index in it of the last.
+    """
+    run = torch.cat([root[:, None], tokens], 1)
+    return run.gather(1, (accepted[:, None] + torch.arange(2, device=root.device)).long())

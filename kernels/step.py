@@ -71,15 +71,17 @@ def _window(
     inside = q < Q
     start = tl.load(length + b) + start_add
     index = start + slot_add + q
+    exists = inside & (index >= 0)
     page = tl.minimum(index // page_size, width - 1)
-    slot = tl.load(table + b.to(tl.int64) * width + page, mask=inside, other=0).to(tl.int64) * page_size + index % page_size
+    slot = tl.load(table + b.to(tl.int64) * width + page, mask=exists, other=0).to(tl.int64) * page_size + index % page_size
+    slot = tl.where(exists, slot, 0)
     if HAS_COUNT:
         slot = tl.where(q < tl.load(count + b), slot, 0)
     position = start + position_add + q * position_step
     if HAS_DEPTH:
         position = start + tl.load(depth + b * Q + q, mask=inside, other=0)
     tl.store(out_slots + b * Q + q, slot, mask=inside)
-    tl.store(out_positions + b * Q + q, tl.minimum(position, last_position), mask=inside)
+    tl.store(out_positions + b * Q + q, tl.maximum(tl.minimum(position, last_position), 0), mask=inside)
     tl.store(out_start + b, start)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from specgen.config import GROUPS, Config
 from specgen.data.prompts import PromptReader
 from specgen.data.sampling import ROW_KEYS, params_from_config, row_params
+from specgen.draft.load import check_draft_files
 from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
 from specgen.loading import Loaded, load, make_engine, on_device, resolve_device, with_model_defaults
@@ -67,6 +68,7 @@ def generate(
     config = config_of(model=model, draft=draft, sampling=sampling, engine=engine, data=data)
     if not rows:
         return []
+    check_draft_files(config.draft, config.model)
     with on_device(resolve_device(config.model.device)):
         return _generate(config, rows, on_error)
 
@@ -107,6 +109,7 @@ class Engine:
         if "on_duplicate_id" in (given.get("data") or {}):
             raise ConfigError("data.on_duplicate_id: an Engine only minds ids that are running; leave it out")
         self._config = config_of(**given)
+        check_draft_files(self._config.draft, self._config.model)
         self._device = resolve_device(self._config.model.device)
         with on_device(self._device):
             self._loaded = load(self._config.model)

@@ -22,6 +22,7 @@ from specgen.data.prompts import check_first_row
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import count_rows
 from specgen.data.tasks.base import NO_GROUP, Task, load_task, score_run, score_text
+from specgen.draft.load import check_draft_files
 from specgen.engine.engine import Engine
 from specgen.errors import ConfigError
 from specgen.interrupts import Signals
@@ -59,6 +60,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         earlier = earlier_record(folder) if resume else None
         data = pinned(config.data if task is None else task.data_config(config.data), earlier)
         choose_threads(device)
+        check_draft_files(config.draft, config.model)
         record = run_record(config, data, device)
         if earlier is not None:
             refuse_changes(earlier, record, folder)

@@ -177,9 +177,10 @@ class Draft:
     """What a drafter proposes for B rows.
 
     token_ids [B, D-1] int32. For a tree: parents [B, D-1] int32 in node numbering (0 = root, -1 = no node), path [B, D, S+1] int32 (ancestor at each
-    depth, self last, -1 beyond), depth [B, D] int32, first_child and next_sibling [B, D] int32 (-1 = none). For a chain these are None and ``valid``
-    [B, D-1] bool or None says which nodes exist (a prefix). ``q`` [B, S, Vd] float32: for rejection sampling, the law the children of the first node
-    of each depth were drawn from, over target ids ``q_ids`` [Vd] int32 (None: 0 .. Vd - 1); else None.
+    depth, self last, -1 beyond), depth [B, D] int32, first_child and next_sibling [B, D] int32 (-1 = none). For a chain path, depth and children are
+    None, parents are 0 .. D-2 [B, D-1] int64 or None, and ``valid`` [B, D-1] bool or None says which nodes exist (a prefix). ``q`` [B, S, Vd]
+    float32: for rejection sampling, the law the children of the first node of each depth were drawn from, over target ids ``q_ids`` [Vd] int32
+    (None: 0 .. Vd - 1); else None.
     """
 
     token_ids: Tensor

@@ -18,6 +18,7 @@ from specgen.data.files import input_files
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
 from specgen.draft.checkpoints import check_kind
+from specgen.draft.mtp_layouts import check_modules
 from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
 from specgen.schema import SELECTORS, shown
 
@@ -237,6 +238,8 @@ def check_local(config: Config) -> None:
         folder = local_folder("model", model.path, model.revision)
         if folder is not None:
             checkpoint_files.check_model(folder, weights=model.load_format == "auto", tokenizer=lambda: _needs_tokenizer(config))
+            if draft.method == "mtp":
+                check_modules(folder, draft.num_steps)
     if draft.path is not None:
         folder = local_folder("draft", draft.path, None)
         if folder is not None:

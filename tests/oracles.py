@@ -205,6 +205,58 @@ class RecomputeHead:
         return out, out
 
 
+class RecomputeModules:
+    """MTP modules over a ``Recompute`` target, every state of every module computed anew for every draft.
+
+    Module k at p joins token p + k + 1 with the state of module k - 1 at p (k = 0: the target's) and gives token p + k + 2. Drafts beyond the modules
+    go on along the last one, which takes its own state one position before.
+    """
+
+    ids = None
+
+    def __init__(self, target: str) -> None:
+        self.target, self.w = Recompute(target), _weights(target)
+        self.layers = sum(f"model.layers.{i}.self_attn.q_proj.weight" in self.w for i in range(32))
+        self.kind = "mimo" if "model.mtp_layers.0.input_proj.weight" in self.w else "qwen" if "mtp.fc.weight" in self.w else "deepseek"
+        if self.kind == "deepseek":  # the modules stand behind the model's own layers
+            self.layers -= sum(f"model.layers.{i}.eh_proj.weight" in self.w for i in range(32))
+        self.target.layers = self.layers
+        prefixes = {"mimo": "model.mtp_layers.{}.", "qwen": "mtp.layers.{}.", "deepseek": "model.layers.{}."}[self.kind]
+        first = self.layers if self.kind == "deepseek" else 0
+        every = [prefixes.format(first + i) for i in range(8)]
+        self.prefixes = [p for p in every if f"{p}self_attn.q_proj.weight" in self.w]
+
+    def logits(self, context: Sequence[int], path: Sequence[int] = ()) -> np.ndarray:
+        """Logits [VOCAB] for the token after ``path``."""
+        tokens, count, last = [*context, *path], len(context) - 1, len(self.prefixes) - 1
+        deepest = min(len(path), last)
+        feed = self.target.states(context[:-1])[-1] if self.kind == "deepseek" else self.target.final(context[:-1])
+        for k in range(deepest + 1):
+            before = feed
+            states, feed = self._forward(k, tokens[k + 1 : k + 1 + count], before)
+        for beyond in range(len(path) - deepest):
+            before = np.concatenate([before, feed[-1:]])
+            states, feed = self._forward(last, tokens[last + 1 : last + 2 + count + beyond], before)
+        own = f"{self.prefixes[deepest]}shared_head.head.weight"
+        return self.w.get(own, self.w["lm_head.weight"]) @ states[-1]
+
+    def _forward(self, k: int, tokens: Sequence[int], feed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(states for the head, states to pass on) of module k, one row a position."""
+        w, p = self.w, self.prefixes[k]
+        names = {
+            "deepseek": (f"{p}enorm", f"{p}hnorm", f"{p}eh_proj", f"{p}shared_head.norm"),
+            "mimo": (f"{p}token_layernorm", f"{p}hidden_layernorm", f"{p}input_proj", f"{p}final_layernorm"),
+            "qwen": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+        }[self.kind]
+        token_norm, state_norm, proj, norm = (w[f"{name}.weight"] for name in names)
+        table = w.get(f"{p}embed_tokens.weight", w["model.embed_tokens.weight"])
+        halves = [_rms(table[list(tokens)], token_norm), _rms(feed, state_norm)]
+        x = np.concatenate(halves[::-1] if self.kind == "mimo" else halves, 1) @ proj.T
+        out = _run_layer(w, p, x, _rms(x, w[f"{p}input_layernorm.weight"]))
+        normed = _rms(out, norm)
+        return normed, out if self.kind == "deepseek" else normed
+
+
 @cache
 def _weights(name: str) -> dict[str, np.ndarray]:
     return {key: value.astype(np.float64) for key, value in load_file(toy_folder() / name / "model.safetensors").items()}

@@ -36,6 +36,7 @@ CHAINS = [
     ("rand_target", "eagle:eagle1_stirred", 1),
     ("rand_target", "eagle3:eagle3_stirred", 1),
     ("target_mtp_stirred", "mtp", 1),
+    ("rand_target_mtp3", "mtp", 1),
 ]
 OTHERS = [("rand_target", "ngram", 1), ("rand_target", "draft_model:rand_draft", 3), ("rand_target", "eagle3:eagle3_stirred", 2)]
 

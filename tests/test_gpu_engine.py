@@ -22,6 +22,7 @@ PAIRS = [
     ("target", "eagle3_d2t"),
     ("rand_target", "ngram"),
     ("stoch_target", "stoch_draft"),
+    ("target_mtp3", "mtp"),
 ]
 METHODS = {
     "rand_draft": "draft_model",
@@ -82,10 +83,12 @@ def test_gpu_counts_and_tokens_equal_the_cpu(target: str, draft: str, topk: int,
     assert [r.finish_reason for r in gpu] == [r.finish_reason for r in cpu]
 
 
-def test_steady_state_makes_no_synchronising_call() -> None:
-    model = ModelConfig(source="hf", path=str(toy_folder() / "target"), dtype="float32", device="cuda:0")
+@pytest.mark.parametrize("target, draft, topk", [("target", "draft_perfect", 1), ("target_mtp3", "mtp", 1), ("target_mtp3", "mtp", 3)])
+def test_steady_state_makes_no_synchronising_call(target: str, draft: str, topk: int) -> None:
+    model = ModelConfig(source="hf", path=str(toy_folder() / target), dtype="float32", device="cuda:0")
     loaded = load_target(model, "cuda:0", "float32")
-    config = DraftConfig(method="draft_model", path=str(toy_folder() / "draft_perfect"), topk=1, num_steps=3)
+    path = None if draft == "mtp" else str(toy_folder() / draft)
+    config = DraftConfig(method=METHODS.get(draft, draft), path=path, topk=topk, num_steps=3)
     engine = Engine(loaded, load_drafter(config, model, loaded), EngineConfig(max_batch=4, page_size=4), config)
     for i in range(4):
         engine.add(Request(Prompt(index=i, id=i, key=i, token_ids=[30 + i]), SamplingParams(max_tokens=200)))

@@ -163,11 +163,13 @@ CASES = {
     "chain-window6-softcap": Case([40, 3, 70], q_len=5, group=4, window=6, softcap=30.0),
     "chain-D128-window2-sinks": Case([2, 9, 80], q_len=3, kv_heads=1, key_dim=128, value_dim=128, window=2, sinks=True),
     "chain-D48": Case([12], q_len=2, key_dim=48, value_dim=24),
+    "chain-from-before-the-beginning": Case([-2, 33, -1, -3], q_len=3, group=3, page=4, window=2),
     "tree-G3": Case([0, 5, 33], q_len=5, group=3, key_dim=32, value_dim=32, page=4, tree=True),
     "tree-softcap-sinks": Case([61, 3, 20], q_len=13, group=4, key_dim=64, value_dim=64, softcap=20.0, sinks=True, tree=True),
     "tree-window3": Case([61, 3, 20], q_len=13, kv_heads=1, group=4, page=1, window=3, tree=True),
     "tree-40-nodes": Case([35], q_len=40, kv_heads=1, group=4, tree=True),
     "packed-first-chunk": Case([0], chunks=(7,), group=3, page=4),
+    "packed-from-before-the-beginning": Case([-3, 30, -2], chunks=(19, 4, 2), group=4, page=4),
     "packed-three-rows": Case([0, 30, 5], chunks=(19, 1, 70), group=4, key_dim=32, value_dim=32),
     "packed-window7-softcap-sinks": Case(
         [8, 0, 3], chunks=(5, 40, 1), kv_heads=1, key_dim=64, value_dim=64, page=1, window=7, softcap=25.0, sinks=True

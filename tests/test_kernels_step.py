@@ -65,7 +65,8 @@ def test_step_kernels_equal_their_reference(seed: int, device: str) -> None:
 
     count = torch.randint(0, steps + 2, (batch,), generator=g).int().to(device)
     depth = torch.randint(0, 4, (batch, steps + 1), generator=g).int().to(device)
-    for where in ({}, {"start_add": 1, "count": count}, {"depth": depth}, {"start_add": 1, "slot_add": 4, "position_add": 1, "position_step": 0}):
+    node = {"start_add": 1, "slot_add": 4, "position_add": 1, "position_step": 0}
+    for where in ({}, {"start_add": 1, "count": count}, {"depth": depth}, node, {"start_add": -5, "count": count}, {"start_add": -23}):
         arguments = (length, block_table, steps + 1, 4, 22)
         assert_same(f"window {where}", step.window(*arguments, **where), reference.window(*arguments, **where))
 

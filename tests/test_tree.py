@@ -349,7 +349,7 @@ def test_the_fast_chain_equals_the_general_path(steps: int, batch: int) -> None:
     buffers = tree.rebuild_topk1_chain_buffers(steps, LIMIT, "cpu", steps + 1)
     growth = grow(batch, 1, steps, steps * 100 + batch)
     lists = growth.all_scores, growth.all_tokens, growth.parents
-    general, fast = tree.organize_draft_results(*lists, steps + 1), buffers.results(*lists)
+    general, fast = tree.organize_draft_results(*lists, steps + 1), buffers.results(growth.all_tokens)
     for ours, theirs in zip(fast, general, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype and ours.is_contiguous()
         assert torch.equal(ours, theirs)
@@ -374,7 +374,7 @@ class Names(TorchDispatchMode):
 def test_the_fast_chain_runs_two_slices_and_one_cat() -> None:
     buffers, growth = tree.rebuild_topk1_chain_buffers(5, LIMIT, "cpu"), grow(4, 1, 5, 0)
     with Names() as names:
-        buffers.results(growth.all_scores, growth.all_tokens, growth.parents)
+        buffers.results(growth.all_tokens)
     assert names.seen == ["slice", "slice", "cat"]
     with Names() as general:
         organize(growth, 6)

@@ -213,6 +213,62 @@ def mtp_module() -> Tensors:
     } | _layer(p, lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32))
 
 
+def mtp_row(count: int = 3) -> Tensors:
+    """``count`` modules in DeepSeek's layout, each right at its own depth alone: all pass the state of x[p] on as it is, and the head of module k
+    looks up the token k + 2 places after x[p]."""
+    rng = np.random.default_rng(9)
+    found: Tensors = {}
+    after = list(SUCCESSOR)
+    for k in range(count):
+        p, after = f"model.layers.{8 + k}.", [SUCCESSOR[token] for token in after]
+        proj = np.zeros((HIDDEN, 2 * HIDDEN), np.float32)
+        proj[:, HIDDEN:] = np.eye(HIDDEN)
+        found |= {f"{p}{name}.weight": np.ones(HIDDEN, np.float32) for name in ("enorm", "hnorm")}
+        found |= {f"{p}eh_proj.weight": proj, f"{p}shared_head.norm.weight": np.full(HIDDEN, 0.125, np.float32)}
+        found |= {f"{p}shared_head.head.weight": head_table(after), f"{p}embed_tokens.weight": np.eye(VOCAB, HIDDEN, dtype=np.float32)}
+        found |= _layer(p, lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32))
+    return found
+
+
+def mimo_row(count: int = 3) -> Tensors:
+    """``count`` modules in MiMo's layout that turn the state of a token into its successor's: mostly right at every depth, whatever the noise that
+    the embedding and an attention and MLP that do write add, so that runs of accepted drafts depend on every input of every module."""
+    rng = np.random.default_rng(10)
+    found: Tensors = {}
+    for k in range(count):
+        p = f"model.mtp_layers.{k}."
+        proj = (rng.standard_normal((HIDDEN, 2 * HIDDEN)) * 0.04).astype(np.float32)
+        for token in range(VOCAB):
+            proj[SUCCESSOR[token], token] += 1
+        found |= {f"{p}{name}.weight": np.ones(HIDDEN, np.float32) for name in ("token_layernorm", "hidden_layernorm")}
+        found |= {f"{p}input_proj.weight": proj, f"{p}final_layernorm.weight": np.full(HIDDEN, 0.125, np.float32)}
+        found |= _layer(p, lambda *shape: (rng.standard_normal(shape) * 0.05).astype(np.float32))
+    return found | stirred(found, scale=0.1, seed=11)
+
+
+def random_row(count: int = 3, layers: int = 4, qwen: bool = False) -> Tensors:
+    """``count`` modules of ordinary random weights over ``random_model``: in DeepSeek's layout, heads and embeddings their own, or in Qwen's."""
+    rng = np.random.default_rng(12)
+
+    def draw(*shape: int, scale: float = 0.25) -> np.ndarray:
+        return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+    def norm() -> np.ndarray:
+        return (1 + rng.standard_normal(HIDDEN) * 0.1).astype(np.float32)
+
+    found: Tensors = {}
+    for k in range(count):
+        p, layer = f"model.layers.{layers + k}.", f"mtp.layers.{k}." if qwen else f"model.layers.{layers + k}."
+        outer = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
+        names = outer if qwen else (f"{p}enorm", f"{p}hnorm", f"{p}shared_head.norm", f"{p}eh_proj")
+        found |= {f"{name}.weight": norm() for name in names[:3]} | {f"{names[3]}.weight": draw(HIDDEN, 2 * HIDDEN)}
+        found |= _layer(layer, draw)
+        found |= {f"{layer}{name}.weight": draw(HIDDEN, width) for name, width in (("self_attn.o_proj", HEADS * HEAD_DIM), ("mlp.down_proj", INNER))}
+        if not qwen:
+            found |= {f"{p}shared_head.head.weight": draw(VOCAB, HIDDEN, scale=1.0), f"{p}embed_tokens.weight": draw(VOCAB, HIDDEN, scale=0.7)}
+    return found
+
+
 # -- files ------------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +353,12 @@ def build(root: Path) -> None:
     mimo = model_config(VOCAB, 8, num_nextn_predict_layers=1)
     write(root, "target_mtp", target | mtp_module(), mimo)
     write(root, "target_mtp_stirred", target | stirred(mtp_module()), mimo)
+    write(root, "target_mtp3", target | mtp_row(), model_config(VOCAB, 8, num_nextn_predict_layers=3))
+    write(root, "target_mtp3_says_1", target | mtp_row(), model_config(VOCAB, 8, num_nextn_predict_layers=1))
+    write(root, "target_mtp1_says_2", target | mtp_row(1), model_config(VOCAB, 8, num_nextn_predict_layers=2))
+    write(root, "target_mtp3_stirred", target | mimo_row(), model_config(VOCAB, 8, num_nextn_predict_layers=3))
+    write(root, "rand_target_mtp3", random_model() | random_row(), model_config(VOCAB, 4, num_nextn_predict_layers=3))
+    write(root, "rand_target_mtp2_qwen", random_model() | random_row(2, qwen=True), model_config(VOCAB, 4, mtp_num_hidden_layers=2))
     write(root, "stoch_target", table_model(law_table(TARGET_LAW), 1), model_config(VOCAB, 1))
     write(root, "stoch_draft", table_model(law_table(DRAFT_LAW), 1), model_config(VOCAB, 1))
     write(root, "stoch_draft_same", table_model(law_table(TARGET_LAW), 1), model_config(VOCAB, 1))

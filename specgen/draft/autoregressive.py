@@ -83,22 +83,28 @@ class AutoregressiveDrafter(Drafter):
 
     def bind(self, max_slots: int, num_pages: int, page_size: int, max_batch: int) -> None:
         device = self.head.device
-        self.pool: Any = self.head.make_pool(num_pages, page_size)
+        self.pool: Any = self._make_pool(num_pages, page_size)
         self.tokens = torch.zeros(max_slots, self.topk, dtype=torch.int32, device=device)
         self.scores = torch.zeros(max_slots, self.topk, dtype=torch.float32, device=device)
-        self.feed = torch.zeros(max_slots, self.head.feed_size, dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
+        self.feed = torch.zeros(max_slots, self._feed_width(), dtype=self.head.feed_dtype, device=device) if self.head.feed_size else None
         self.max_batch = max_batch
         # Constants of every step: window numbers of the nodes kept at each depth, and where each row of an extend of that width begins.
         self.offsets = torch.arange(self.num_steps * self.topk, dtype=torch.int32, device=device)
         rows = torch.arange(max_batch, dtype=torch.int32, device=device)
         self.row_starts = {width: rows * width for width in range(2, self.num_steps + 2)}
-        self.pair = torch.arange(2, dtype=torch.int32, device=device)
         self.chain = tree.rebuild_topk1_chain_buffers(self.num_steps, max_batch, device) if self.topk == 1 and self.num_steps else None
         self.states: Tensor | None = None  # with ``rejection``: what depth 1 is drawn from, once the first prefill has shown its width
         self.max_slots = max_slots
         self.comb = comb(self.topk, self.num_steps, max_batch, device) if self.rejection and self.topk > 1 else None
         if self.rejection:
             check_draft_tokens(self.topk, self.num_steps, self.num_draft_tokens)
+
+    def _make_pool(self, num_pages: int, page_size: int) -> KvPool:
+        return self.head.make_pool(num_pages, page_size)
+
+    def _feed_width(self) -> int:
+        """Elements of state a row keeps to feed back."""
+        return self.head.feed_size
 
     def close(self) -> None:
         self.pool = None
@@ -108,11 +114,11 @@ class AutoregressiveDrafter(Drafter):
     # -- proposing ------------------------------------------------------------------------------------------------------------------------
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft | None:
-        feed = None if self.feed is None else self.feed.index_select(0, rows.slots)
+        feed = None if self.feed is None else ops.take_rows(self.feed, rows.slots)
         if self.states is None:
-            tokens, scores = self.tokens.index_select(0, rows.slots), self.scores.index_select(0, rows.slots) if self.topk > 1 else None
+            tokens, scores = ops.take_rows(self.tokens, rows.slots), ops.take_rows(self.scores, rows.slots) if self.topk > 1 else None
         else:
-            states = self.states.index_select(0, rows.slots)
+            states = ops.take_rows(self.states, rows.slots)
             if "sampled" in rows.sampling.features:
                 return self._propose_sampled(rows, num_steps, states, feed)
             tokens, scores = self._candidates(states, rows.sampling)
@@ -126,8 +132,7 @@ class AutoregressiveDrafter(Drafter):
         laws: list[Tensor] = []
         for depth in range(num_steps):
             if depth:
-                layout = rows.place(1, start_add=self.lead + depth - 1)
-                states, feed = self.head.forward(drawn[-1][:, 0].contiguous(), feed, layout, self.pool)
+                states, feed = self._advance(rows, [tokens[:, :1] for tokens in drawn], feed)
             s = rows.sampling
             tokens, q = draw_drafts(self._logits(states, s, depth), s, s.t + depth, self.topk, self.head.id_map)
             drawn.append(tokens)
@@ -136,14 +141,20 @@ class AutoregressiveDrafter(Drafter):
         return Draft(tokens, q=q, q_ids=self.head.id_map) if self.comb is None else self.comb.draft(tokens, q, self.head.id_map)
 
     def _propose_chain(self, rows: StepRows, num_steps: int, tokens: Tensor, feed: Tensor | None) -> Draft:
-        """topk = 1: concatenation, top-k, sort and gather are the identity, so the draft is the plain cat of its tokens."""
+        """topk = 1: concatenation, top-k, sort and gather are the identity, so what is verified is constant but for the tokens."""
+        assert self.chain is not None
         drafted, s = [tokens], rows.sampling
         for depth in range(1, num_steps):
-            # Each node is its own query after depth-1 drafted keys, which are by now as good as committed ones.
-            layout = rows.place(1, start_add=self.lead + depth - 1)
-            states, feed = self.head.forward(drafted[-1].reshape(-1), feed, layout, self.pool)
+            states, feed = self._advance(rows, drafted, feed)
             drafted.append(self._best(states, s, depth)[:, None])
-        return Draft(token_ids=torch.cat(drafted, 1))
+        return self.chain.draft(drafted)
+
+    def _advance(self, rows: StepRows, run: list[Tensor], feed: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """After a chain of drafts, depth by depth [B, 1] int32 each: (the states that propose the next one [B, H], what to feed back after it).
+
+        The newest node is its own query after the drafted keys before it, which are by now as good as committed ones.
+        """
+        return self.head.forward(run[-1].reshape(-1), feed, rows.place(1, start_add=self.lead + len(run) - 1), self.pool)
 
     def _propose_tree(self, rows: StepRows, num_steps: int, tokens: Tensor, scores: Tensor, feed: Tensor | None) -> Draft:
         batch, topk = rows.size, self.topk
@@ -196,14 +207,14 @@ class AutoregressiveDrafter(Drafter):
         if self.rejection:
             if self.states is None:
                 self.states = torch.zeros(self.max_slots, states.shape[1], dtype=states.dtype, device=states.device)
-            self.states.index_copy_(0, slots, states)
+            ops.put_rows(self.states, slots, states)
         else:
             tokens, scores = self._candidates(states, sampling)
-            self.tokens.index_copy_(0, slots, tokens)
+            ops.put_rows(self.tokens, slots, tokens)
             if scores is not None:
-                self.scores.index_copy_(0, slots, scores)
+                ops.put_rows(self.scores, slots, scores)
         if self.feed is not None and feed is not None:
-            self.feed.index_copy_(0, slots, feed)
+            ops.put_rows(self.feed, slots, feed)
 
     def prefill(self, rows: PrefillRows) -> None:
         head = self.head
@@ -217,13 +228,13 @@ class AutoregressiveDrafter(Drafter):
             # A draft model's KV runs one ahead: forward the root too.
             states, feed = head.forward(final.root, None, final.place(1), self.pool)
         else:
-            states = states.index_select(0, rows.final_last)
-            feed = None if feed is None else feed.index_select(0, rows.final_last)
+            states = ops.take_rows(states, rows.final_last)
+            feed = None if feed is None else ops.take_rows(feed, rows.final_last)
         self._keep(final.slots, states, feed, final.sampling)
 
     def use_steps(self, num_steps: int) -> None:
-        if self.topk == 1:
-            self.chain = tree.rebuild_topk1_chain_buffers(num_steps, self.max_batch, self.head.device)
+        if self.chain is not None:
+            self.chain = self.chain.for_steps(num_steps)
 
     def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
         ring.push(rows, tokens, self.head.features(hidden))
@@ -241,27 +252,29 @@ class AutoregressiveDrafter(Drafter):
 
     def _extend_pairs(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
         """Write the drafter's KV of the whole accepted path, S + 1 padded rows; only each row's last token goes on beyond its K and V."""
-        head = self.head
         batch, width = accepted.tokens.shape
         layout = rows.place(width, start_add=self.lead, count=accepted.count)
-        feed_in = None
-        features = head.features(accepted.hidden)
-        if features is not None:
-            features = features.view(batch, accepted.num_nodes, -1)
-            if accepted.path is not None:
-                features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
-            feed_in = head.start(features[:, :width].reshape(batch * width, -1))
         last = accepted.accepted + self.row_starts[width][:batch]
         query = Layout(layout.positions, layout.slots, layout.block_table, layout.length + accepted.accepted, 1, layout.max_len)
-        return head.forward(accepted.tokens.reshape(-1), feed_in, layout, self.pool, Tail(last, query))
+        return self.head.forward(accepted.tokens.reshape(-1), self._path_feed(accepted), layout, self.pool, Tail(last, query))
+
+    def _path_feed(self, accepted: AcceptedRows) -> Tensor | None:
+        """The target's states along the accepted path as the head takes them, [B * (S + 1), feed_size]; None for a head that reads tokens alone."""
+        batch, width = accepted.tokens.shape
+        features = self.head.features(accepted.hidden)
+        if features is None:
+            return None
+        features = features.view(batch, accepted.num_nodes, -1)
+        if accepted.path is not None:
+            features = features.gather(1, accepted.path.clamp(min=0).long()[:, :, None].expand(-1, -1, features.shape[-1]))
+        return self.head.start(features[:, :width].reshape(batch * width, -1))
 
     def _extend_tokens(self, rows: StepRows, accepted: AcceptedRows) -> tuple[Tensor, Tensor | None]:
         """A draft model's chain: the KV of accepted drafts is what ``propose`` wrote, but for the deepest, which was never forwarded. So two
         tokens a row do:
         the last accepted draft (or the root) again, and the bonus token."""
         batch = rows.size
-        run = torch.cat([rows.root[:, None], accepted.tokens], 1)
-        ids = run.gather(1, (accepted.accepted[:, None] + self.pair).long())
+        ids = ops.closing_pair(rows.root, accepted.tokens, accepted.accepted)
         layout = replace(rows, length=rows.length + accepted.accepted).place(2)
         tail = Tail(self.row_starts[2][:batch] + 1, Layout(layout.positions, layout.slots, layout.block_table, layout.length + 1, 1, layout.max_len))
         return self.head.forward(ids.reshape(-1), None, layout, self.pool, tail)

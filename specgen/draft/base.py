@@ -133,12 +133,11 @@ class AcceptedRows:
 class Drafter:
     """Base of all drafters; also the drafter that proposes nothing.
 
-    ``lead``: how far the drafter's committed KV runs ahead of the target's. ``kv_layers``: layers it needs in a pool. ``aux_layers`` and
-    ``prenorm``: the
-    target states it reads. ``max_steps``: None, or the longest draft it can make. ``tail``: how many prompt positions before the last have drafter KV
-    that depends on tokens sampled later (they are in no page shared between samples). ``rejection``: set before ``bind``; drafts of rows with a
-    temperature are then drawn at random and bring their law (``Draft.q``). A drafter whose drafts are a function of the text has nothing to draw: for
-    it equality with the law's own draw accepts with the same probability.
+    ``lead``: how far the drafter's committed KV runs ahead of the target's. ``aux_layers`` and ``prenorm``: the target states it reads. ``tail``: how
+    many prompt positions before the last have drafter KV that depends on tokens sampled later (they are in no page shared between samples), and so
+    by how many tokens of its prompt a row's drafter KV may be behind. ``rejection``: set before ``bind``; drafts of rows with a temperature are then
+    drawn at random and bring their law (``Draft.q``). A drafter whose drafts are a function of the text has nothing to draw: for it equality with the
+    law's own draw accepts with the same probability.
     """
 
     method = "none"

@@ -24,6 +24,7 @@ from specgen.draft.checkpoints import check_kind, check_width, need, read_config
 from specgen.draft.eagle import head_config, layer_spec
 from specgen.draft.ring import StateRing
 from specgen.draft.sampled import draw_drafts
+from specgen.draft.tree import rebuild_topk1_chain_buffers
 from specgen.errors import CheckpointError, ConfigError
 from specgen.kernels import ops
 from specgen.models.attention import KvPool, kv_bytes_per_token
@@ -90,9 +91,13 @@ class DFlashDrafter(Drafter):
         self.path = torch.arange(self.block, dtype=torch.int32, device=device).repeat(max_batch, self.block, 1)
         self.depths = torch.arange(self.num_steps, dtype=torch.int32, device=device)
         self.block_rows = torch.arange(max_batch, device=device)[:, None] * self.block + 1 + torch.arange(self.num_steps, device=device)
+        self.chain = rebuild_topk1_chain_buffers(self.num_steps, max_batch, device, self.num_draft_tokens)
 
     def close(self) -> None:
         self.pool = None
+
+    def use_steps(self, num_steps: int) -> None:
+        self.chain = self.chain.for_steps(num_steps)
 
     def _write_context(self, features: Tensor, layout: Layout) -> None:
         """K and V of target states [T, n * E] into every layer's cache."""
@@ -113,7 +118,7 @@ class DFlashDrafter(Drafter):
             keys, values = self.pool.layer(index)
             x, residual = run_layer(layer, normed, stream, layout, keys, values, self.pool.page_size)
         states = ops.add_rms_norm(x, residual, self.norm, self.eps)[0]
-        picked = states.index_select(0, self.block_rows[:batch, :num_steps].reshape(-1))
+        picked = ops.take_rows(states, self.block_rows[:batch, :num_steps].reshape(-1))
         s = rows.sampling
         logits = s.mask_draft(self.target.logits(picked), 0, None)
         t = (s.t[:, None] + self.depths[:num_steps]).reshape(-1) if "sampled" in s.features else s.t
@@ -121,7 +126,8 @@ class DFlashDrafter(Drafter):
             tokens, q = draw_drafts(logits, s, t, 1, None)
             return Draft(token_ids=tokens.view(batch, num_steps), q=q.view(batch, num_steps, -1))
         tokens = ops.draft_argmax(logits, s.temperature, s.keys, t, None, s.features)
-        return Draft(token_ids=tokens.view(batch, num_steps))
+        tokens = tokens.view(batch, num_steps)
+        return self.chain.draft(tokens.split(1, 1), tokens)
 
     def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
         ring.push(rows, tokens, _aux(hidden))

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from specgen.errors import CheckpointError
+from specgen.kernels import ops
 from specgen.models.attention import KvPool
 from specgen.models.decoder import Tail
 from specgen.models.target import Hidden, Target
@@ -44,7 +45,7 @@ class DraftModelHead:
         if self.last_id is not None:
             ids = ids.clamp(max=self.last_id)
         states = self.model.forward(ids, layout, pool).last
-        return states if tail is None else states.index_select(0, tail.index), None
+        return states if tail is None else ops.take_rows(states, tail.index), None
 
     def logits(self, states: Tensor) -> Tensor:
         return self.model.logits(states)

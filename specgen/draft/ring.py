@@ -27,16 +27,31 @@ MAX_TOKENS = 4096  # of one catching-up forward
 class Replay:
     """One packed forward of B rows x C positions that catches up. Positions a row does not miss go to scratch.
 
-    ids [B * C] int32: the token after each position. states [B * C, E] or None. tail: each row's last position. keep [B] int64: the rows' slots,
-    0 for a row that misses nothing. last: this forward ends at the rows' last positions.
+    ids [B * C] int32: the token after each position. states [B * C, E] or None. tail: the last position a row misses here. keep [B] int64: the rows'
+    slots, 0 for a row that misses none of these. last: this forward ends at the rows' last positions. begin [B] int32: the place in the window of the
+    first position a row misses, 0 where it began before.
     """
 
+    rows: StepRows
     ids: Tensor
     states: Tensor | None
     layout: Layout
     tail: Tail
     keep: Tensor
     last: bool
+    begin: Tensor
+    missing: Tensor
+    cu_q: Tensor
+
+    def moved(self, back: int) -> Layout:
+        """The layout of the same tokens ``back`` positions earlier: those before a row's beginning go to scratch too."""
+        return _packed(self.rows, self.missing, self.cu_q, -back)
+
+
+def _packed(rows: StepRows, missing: Tensor, cu_q: Tensor, by: int) -> Layout:
+    """Tokens at ``rows.length`` + ``by`` and on, as a packed chunk a row; those not ``missing`` [B, C] write to scratch."""
+    placed = rows.place(missing.shape[1], start_add=by)
+    return replace(placed, slots=placed.slots * missing.flatten(), cu_q=cu_q)
 
 
 class StateRing:
@@ -91,9 +106,9 @@ class StateRing:
         states = None
         if self.states is not None:
             states = torch.where(missing[:, :, None], self.states[rows.slots[:, None], at], 0).flatten(0, 1)
-        placed = replace(rows, length=start).place(size, start_add=lead)
-        layout = replace(placed, slots=placed.slots * missing.flatten(), cu_q=self.rows[: batch + 1] * size)
-        last = (rows.length - 1 - start).clamp(0, size - 1)
+        at_start, cu_q = replace(rows, length=start), self.rows[: batch + 1] * size
+        layout = _packed(at_start, missing, cu_q, lead)
+        last = (end - 1 - start).clamp(0, size - 1)
         query = Layout(layout.positions, layout.slots, layout.block_table, layout.length + last, 1, layout.max_len)
-        tail = Tail(last + self.rows[:batch] * size, query)
-        return Replay(ids.flatten(), states, layout, tail, torch.where(first < rows.length, rows.slots, 0), behind == 0)
+        tail, keep = Tail(last + self.rows[:batch] * size, query), torch.where(first < end, rows.slots, 0)
+        return Replay(at_start, ids.flatten(), states, layout, tail, keep, behind == 0, (first - start).clamp(min=0), missing, cu_q)

@@ -8,6 +8,8 @@ closed under parents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -119,7 +121,8 @@ def draft_depth(draft: Draft) -> Tensor:
 class ChainBuffers:
     """What ``organize_draft_results`` would return for a chain, made once: for topk = 1 its cat, top-k, sort and gather are the identity.
 
-    parents int64 [max_batch, S] (or width 0 for S = 1) and index int64 [max_batch, S], both contiguous, so that a slice of rows is too.
+    parents int64 [max_batch, S] (or width 0 for S = 1) in candidate numbering and index int64 [max_batch, S], both contiguous, so that a slice of
+    rows is too. In node numbering node i + 1 of a chain hangs from node i, so that ``index`` is also its ``Draft.parents``.
     """
 
     def __init__(self, num_steps: int, max_batch: int, device: torch.device | str, num_draft_tokens: int | None = None) -> None:
@@ -129,17 +132,46 @@ class ChainBuffers:
         width = num_steps if num_steps > 1 else 0
         self.parents = torch.arange(-1, width - 1, device=device).repeat(max_batch, 1)
         self.index = torch.arange(num_steps, device=device).repeat(max_batch, 1)
+        self._made = {num_steps: self}
 
-    def results(self, scores: list[Tensor], tokens: list[Tensor], parents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """``organize_draft_results`` of a chain of S tokens [B, 1] each: slices and one cat while the batch fits, the general path beyond it."""
+    def for_steps(self, num_steps: int) -> ChainBuffers:
+        """The constants for another S, rebuilt where it was not met before: the others stay, for captured steps hold slices of them."""
+        if num_steps not in self._made:
+            self._made[num_steps] = rebuild_topk1_chain_buffers(num_steps, self.max_batch, self.index.device)
+            self._made[num_steps]._made = self._made
+        return self._made[num_steps]
+
+    def fits(self, tokens: Sequence[Tensor]) -> bool:
+        """Whether the constants serve a chain of these tokens."""
+        return tokens[0].shape[0] <= self.max_batch and len(tokens) == self.num_steps
+
+    def results(self, tokens: Sequence[Tensor], joined: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """``organize_draft_results`` of a chain of S tokens [B, 1] each: slices and one cat while the batch fits, the general path beyond it.
+
+        ``joined`` [B, S]: the tokens where they are side by side already; they are not copied then.
+        """
+        if not self.fits(tokens):
+            return organize_draft_results(*chain_candidates(tokens), len(tokens) + 1)
         batch = tokens[0].shape[0]
-        if batch > self.max_batch or len(tokens) != self.num_steps:
-            return organize_draft_results(scores, tokens, parents, len(tokens) + 1)
-        return self.parents[:batch], self.index[:batch], torch.cat(tokens, 1)
+        return self.parents[:batch], self.index[:batch], torch.cat(list(tokens), 1) if joined is None else joined
+
+    def draft(self, tokens: Sequence[Tensor], joined: Tensor | None = None) -> Draft:
+        """The draft of a chain of S tokens [B, 1] int32 each; beyond the constants a tree of one branch, verified as any tree is."""
+        parents, index, chain = self.results(tokens, joined)
+        return Draft(chain, parents=index) if self.fits(tokens) else build_tree(parents, index, chain, 1, len(tokens))
+
+
+def chain_candidates(tokens: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """A chain of S tokens [B, 1] as ``organize_draft_results`` takes it: (scores, tokens, parents). Its candidates are all chosen, in order, whatever
+    their scores: these are equal."""
+    batch, device = tokens[0].shape[0], tokens[0].device
+    scores = [torch.zeros(batch, 1, device=device)] * len(tokens)
+    parents = [torch.arange(-1, 1, device=device).expand(batch, -1)]
+    return scores, list(tokens), parents + [torch.full((batch, 1), depth, device=device) for depth in range(1, len(tokens))]
 
 
 def rebuild_topk1_chain_buffers(num_steps: int, max_batch: int, device: torch.device | str, num_draft_tokens: int | None = None) -> ChainBuffers:
-    """The chain's constants for this S; called at start and at every change of S (adaptive speculation)."""
+    """The chain's constants for this S; called at start and when adaptive speculation changes S (``ChainBuffers.for_steps``)."""
     return ChainBuffers(num_steps, max_batch, device, num_draft_tokens)
 
 

@@ -393,9 +393,8 @@ class Engine:
         if draft is None:
             return ops.finish_step(y, rows.slots, self.rows.ints, **common)
         imposed = None if self.simulation is None else self.simulation.lengths(rows.slots)
-        if draft.parents is None:
+        if draft.path is None:
             return ops.finish_step(y, rows.slots, self.rows.ints, drafted=draft.token_ids, valid=draft.valid, imposed=imposed, **common)
-        assert draft.path is not None
         if imposed is not None:
             y = impose_path(draft, y, imposed)
         path, accepted, child = ops.tree_walk(draft.token_ids, draft.first_child, draft.next_sibling, y, draft.path.shape[2] - 1)

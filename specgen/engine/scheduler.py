@@ -163,7 +163,7 @@ class Scheduler:
             request = self.waiting[0]
             known, shared = _known(request), self._shared_pages(request)
             sibling = self._sibling(request, shared) if shared else None
-            if sibling is not None and sibling.prefill_pos < shared * self.pages.page_size:
+            if sibling is not None and sibling.prefill_pos < self._filled_at(shared):
                 passed.append(self.waiting.popleft())
                 continue
             if not self._place(request, known, sibling, shared if sibling is not None else 0):
@@ -204,12 +204,16 @@ class Scheduler:
             return 0
         return max(0, len(request.prompt.token_ids) - 1 - self.drafter.tail) // self.pages.page_size
 
+    def _filled_at(self, shared: int) -> int:
+        """How many prompt tokens must have been launched before the first ``shared`` pages of a row hold all they will, the drafter's KV included."""
+        return shared * self.pages.page_size + self.drafter.tail
+
     def _sibling(self, request: Request, shared: int) -> Request | None:
         """A sample of the same prompt that holds a slot: one whose shared pages have been launched, or else one still on its way there."""
         found = None
         for other in chain(self.running, self.prefilling):
             if other.prompt is request.prompt:
-                if other.status == "running" or other.prefill_pos >= shared * self.pages.page_size:
+                if other.status == "running" or other.prefill_pos >= self._filled_at(shared):
                     return other
                 found = other
         return found

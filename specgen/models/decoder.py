@@ -236,6 +236,6 @@ def run_layer(
     spec = layer.spec
     q = project_qkv(layer, x_TE, layout, k_pool, v_pool, deterministic)
     if tail is not None:
-        q, residual_TE, layout = q.index_select(0, tail.index), residual_TE.index_select(0, tail.index), tail.layout
+        q, residual_TE, layout = ops.take_rows(q, tail.index), ops.take_rows(residual_TE, tail.index), tail.layout
     attn = attend(q, k_pool, v_pool, layout, page_size, spec.scale, spec.window, spec.softcap, deterministic=deterministic)
     return finish_layer(layer, attn, residual_TE, deterministic)
