@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 log = logging.getLogger("specgen")
+T = TypeVar("T")
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 SMALLEST_CONTEXT = 512
@@ -44,22 +45,24 @@ class StepGraphs:
         self.off = False
         self.capture_seconds = 0.0
         self._pool: Any = None
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}  # with what the captured step returned
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> None:
-        """Replay the graph of ``key``, capturing ``step`` first when there is none. ``warm_up`` runs the same shape where it may write nothing."""
-        graph = self._graphs.get(key)
-        if graph is None and not self.off:
-            graph = self._capture(key, step, warm_up)
-        if graph is None:
-            step()
-        else:
-            graph.replay()
+    def run(self, key: Any, step: Callable[[], T], warm_up: Callable[[], object]) -> T:
+        """Replay the graph of ``key``, capturing ``step`` first when there is none; returns what ``step`` returned when it was captured, tensors that
+        every replay writes again. ``warm_up`` runs the same shape where it may write nothing."""
+        found = self._graphs.get(key)
+        if found is None and not self.off:
+            found = self._capture(key, step, warm_up)
+        if found is None:
+            return step()
+        graph, result = found
+        graph.replay()
+        return result  # type: ignore[no-any-return]
 
-    def _capture(self, key: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, key: Any, step: Callable[[], Any], warm_up: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         start = time.perf_counter()
         try:
             side = torch.cuda.Stream(self.device)
@@ -69,18 +72,18 @@ class StepGraphs:
             torch.cuda.current_stream(self.device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                step()
+                result = step()
             if self._pool is None:
                 self._pool = graph.pool()
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
             self.off = True
             log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, str(error).splitlines()[0])
             return None
-        self._graphs[key] = graph
+        self._graphs[key] = graph, result
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         log.info("captured a decode step for %s in %.2f s", key, seconds)
-        return graph
+        return graph, result
 
     def close(self) -> None:
         """Free every graph and their memory."""
