@@ -309,12 +309,14 @@ def test_the_lossless_check_replays_under_the_grammar() -> None:
     for row in rows:
         turn = Turn(Request(row.prompt, row.sampling), tuple(row.output_ids), str(row.finish_reason))
         assert check_turn(turn, engine, 3, 8).kind == "equal"
-    # A run that took another id, legal but worse by far, is caught; its gap is measured under the grammar's mask.
-    other = next(t for t in tokenizer().convert_tokens_to_ids(["0", "1", "2", "3"]) if t not in rows[0].output_ids)
-    at = rows[0].output_ids.index(next(t for t in rows[0].output_ids if tokenizer().decode([t]).isdigit()))
-    turn = Turn(Request(rows[0].prompt, rows[0].sampling), (*rows[0].output_ids[:at], other, *rows[0].output_ids[at + 1 :]), "stop")
-    verdict = check_turn(turn, engine, 3, 8)
-    assert verdict.kind == "different" and verdict.position == at and verdict.gap is not None and math.isfinite(verdict.gap)
+    # Runs that took another id: a legal one is judged by its gap, an illegal one is no near-tie of anything.
+    ids = rows[0].output_ids
+    at = next(n for n, token in enumerate(ids) if tokenizer().decode([token]).isdigit())
+    legal, illegal = (next(t for t in tokenizer().convert_tokens_to_ids(tokens) if t not in ids) for tokens in (["7", "8"], ["x", "q"]))
+    for other, finite in ((legal, True), (illegal, False)):
+        turn = Turn(Request(rows[0].prompt, rows[0].sampling), (*ids[:at], other, *ids[at + 1 :]), "stop")
+        verdict = check_turn(turn, engine, 3, 8)
+        assert verdict.kind == "different" and verdict.position == at and verdict.gap is not None and math.isfinite(verdict.gap) == finite
 
 
 def test_without_a_grammar_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_every_reachable_node_has_the_mask_of_its_own_text(grammar: str, shape: 
     masks = masks_of(grammar, rows, nodes)
     words = [small().encode(text, add_special_tokens=False) for text in GRAMMARS[grammar]]
     seen = 0
-    for _ in range(30):
+    for _ in range(15):
         outputs = [word[: random_.randrange(len(word) + 1)] for word in random_.choices(words, k=rows)]
         requests = [request_of(output) for output in outputs]
         assert [masks.follow(request) for request in requests] == [None] * rows
@@ -117,7 +117,7 @@ def test_every_reachable_node_has_the_mask_of_its_own_text(grammar: str, shape: 
                     assert ids_in(found[row, node]) == right, (output, path)
         for request in requests:
             masks.release(request)
-    assert seen >= 30 * rows * (1 if shape == "root" else 1.3)
+    assert seen >= 15 * rows * (1 if shape == "root" else 1.2)
 
 
 def test_masks_hold_what_continues_a_word_of_the_language_and_the_end_where_one_is_whole() -> None:
@@ -163,6 +163,11 @@ def test_a_draft_into_a_dead_end_spoils_neither_its_row_nor_the_others() -> None
             assert ids_in(found[0, 1]) == ids_in(found[1, 1]) == {b, one, TOKENS.index("bc")}
             assert ids_in(found[0, 2]) == {END}, "a dead end ends the row"
             assert ids_in(found[1, 2]) == {TOKENS.index("c")}
+            if parents is not None:
+                assert ids_in(found[0, 3]) == {TOKENS.index("c")}, "its sibling, visited after it"
+        requests[0].output_ids = [a, b]
+        assert masks.follow(requests[0]) is None
+        assert ids_in(masks.decode_masks(requests[:1], 1, None)[0]) == {TOKENS.index("c")}
 
 
 def test_a_row_in_a_dead_end_is_told_of_once_it_is_there() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -131,13 +131,17 @@ class GrammarMasks:
         state.matcher.compute_bitmask()  # only to hear what the library says of the place
         said = " ".join(state.matcher.get_error().partition("<state>")[0].split())
         # "NoExtension..." is the library's word for a place like any other that leaves nothing; the rest are its limits.
-        why = f": {said[:200]}" if said and not said.startswith("NoExtension") else ": neither it, nor the vocabulary, nor the row's other masks allow one"
+        why = (
+            f": {said[:200]}"
+            if said and not said.startswith("NoExtension")
+            else ": neither it, nor the vocabulary, nor the row's other masks allow one"
+        )
         return state.followed, f"{KEY} has no token at output position {state.followed}{why}"
 
     def _consume(self, matcher: Any, tokens: Sequence[int]) -> int:
         """How many of the tokens the matcher takes."""
-        known = next((n for n, token in enumerate(tokens) if not 0 <= token < self.vocab_limit), len(tokens))
-        return int(matcher.try_consume_tokens(list(tokens[:known]))) if known else 0
+        known = list(takewhile(lambda token: 0 <= token < self.vocab_limit, tokens))
+        return int(matcher.try_consume_tokens(known)) if known else 0
 
     def release(self, request: Request) -> None:
         """The request has ended: its matcher serves another."""
@@ -193,7 +197,7 @@ class GrammarMasks:
             walk.trees(self._threads, states)
         for row, (state, request) in enumerate(zip(states, requests, strict=True)):
             if state.matcher.is_error():
-                walk.again(row, state, request.output_ids, self.rules)
+                walk.again(row, request.output_ids, self.rules)
         early = None
         if any(s.min_tokens > len(r.output_ids) for s, r in zip(states, requests, strict=True)):
             need = np.array([s.min_tokens - len(r.output_ids) for s, r in zip(states, requests, strict=True)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,10 @@ class Walk:
         threads.unsafe_compute_mask_ptr([(state.matcher, row * self.nodes) for row, state in enumerate(states)], *self.where)
 
     def chains(self, threads: Any, states: list[State]) -> None:
-        """The nodes of each row's chain, down to the first that the grammar refuses or that ends the row."""
+        """The nodes of each row's chain, down to the first that the grammar refuses."""
         drafted, bare = [], []
         for row, state in enumerate(states):
-            tokens = list(self._sound(self.tokens[row], state.ending))
+            tokens = self._known(self.tokens[row])
             if tokens:
                 drafted.append((state.matcher, row * self.nodes, tokens))
             else:
@@ -84,38 +85,35 @@ class Walk:
 
     def trees(self, threads: Any, states: list[State]) -> None:
         """The nodes of each row's tree whose path the grammar takes."""
-        visits = [(row, state.matcher, self._visit(row, state.matcher, state.ending, 0)) for row, state in enumerate(states)]
+        visits = [(row, state.matcher, self._visit(row, state.matcher, 0)) for row, state in enumerate(states)]
         while visits:
             stops = [(row, matcher, visit, next(visit, None)) for row, matcher, visit in visits]
             visits = [(row, matcher, visit) for row, matcher, visit, node in stops if node is not None]
             if visits:
                 threads.unsafe_compute_mask_ptr([(m, row * self.nodes + node) for row, m, _, node in stops if node is not None], *self.where)
 
-    def _sound(self, tokens: Sequence[int], ending: Ending) -> Iterator[int]:
-        """Tokens up to the first that is none or that ends the row: what follows it can never be accepted."""
-        for token in tokens:
-            if not 0 <= token < self.vocab_limit or token in ending.ids:
-                return
-            yield token
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens up to the first that is none: the library takes an id beyond its vocabulary for a fault of the caller's."""
+        return list(takewhile(lambda token: 0 <= token < self.vocab_limit, tokens))
 
-    def _visit(self, row: int, matcher: Any, ending: Ending, node: int) -> Iterator[int]:
+    def _visit(self, row: int, matcher: Any, node: int) -> Iterator[int]:
         """The nodes at and under ``node``, depth first; at each the matcher stands there."""
         yield node
         assert self.child is not None
         child = self.child[row][node]
         while child >= 0:
             token = self.tokens[row][child - 1]
-            if next(self._sound([token], ending), None) is not None and matcher.try_consume_tokens([token]) == 1:
-                yield from self._visit(row, matcher, ending, child)
+            if 0 <= token < self.vocab_limit and matcher.try_consume_tokens([token]) == 1:
+                yield from self._visit(row, matcher, child)
                 matcher.rollback(1)
             child = self.sibling[row][child]
 
-    def again(self, row: int, state: State, output: Sequence[int], rules: Rules) -> None:
+    def again(self, row: int, output: Sequence[int], rules: Rules) -> None:
         """The nodes of a row whose matcher ended in error, each with a matcher of its own: only what is wrong at a node shows there."""
         lines = self.buffer.np[row * self.nodes : (row + 1) * self.nodes]
         lines[:, -1] = UNVISITED
         for node, path in self._paths(row):
-            tokens = [*output, *self._sound(path, state.ending)]
+            tokens = [*output, *self._known(path)]
             matcher = rules.matcher()
             if len(tokens) == len(output) + len(path) and (not tokens or matcher.try_consume_tokens(tokens) == len(tokens)):
                 matcher.unsafe_compute_mask_ptr(lines[node].ctypes.data, self.where[1])
