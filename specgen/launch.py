@@ -19,6 +19,7 @@ from specgen import folders
 from specgen.compose import to_config
 from specgen.config import PATH_KEYS, Config, to_dict
 from specgen.errors import SpecgenError
+from specgen.grammar_text import under
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -154,4 +155,6 @@ def with_absolute_paths(config: Config, start: Path) -> Config:
         value = getattr(getattr(config, section), name)
         if value is not None and os.path.exists(start / value):
             setattr(getattr(config, section), name, str(start / value))
+    if config.sampling.grammar is not None:
+        config.sampling.grammar = under(config.sampling.grammar, start)
     return config

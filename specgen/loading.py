@@ -23,6 +23,7 @@ from specgen.data.tasks.base import Task
 from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.draft.load import FAMILY, load_drafter
 from specgen.engine.engine import Engine
+from specgen.grammar_text import rules_of
 from specgen.models.generation import sampling_defaults
 from specgen.models.loader import load_target, local_folder
 from specgen.models.target import Target
@@ -114,6 +115,7 @@ def with_model_defaults(config: Config, given: Iterable[str]) -> Config:
 def make_engine(config: Config, loaded: Loaded) -> Engine:
     """Drafter and engine of a job over a loaded target."""
     target, tokenizer = loaded.target, loaded.tokenizer
+    grammar = None if config.sampling.grammar is None else rules_of(config.sampling.grammar, tokenizer)
     drafter = load_drafter(config.draft, config.model, target, tokenizer)
     engine = Engine(
         target,
@@ -125,7 +127,10 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         vocab_limit=None if tokenizer is None else len(tokenizer),
         logprobs=config.sampling.logprobs,
         acceptance=config.sampling.acceptance,
+        grammar=grammar,
     )
+    if grammar is not None:
+        log.info("sampling.grammar: a decode step is two parts with one host read between them, and engine.overlap is 0")
     if drafter.rejection and drafter.method not in ("none", "ngram"):
         log.info("sampling.acceptance=rejection: text at a temperature depends on the drafter, draft.topk and draft.num_steps")
     tokens = (engine.pages.num_pages - 1) * engine.pages.page_size

@@ -18,6 +18,7 @@ from specgen.config import PATH_KEYS, Config, DataConfig
 from specgen.data.sources import input_fingerprint
 from specgen.draft.load import draft_folder
 from specgen.errors import ConfigError, DataError
+from specgen.grammar_text import KEY, fingerprint
 from specgen.loading import target_path
 from specgen.models.weights import local_folder
 from specgen.report.disk import read_json
@@ -55,6 +56,7 @@ def run_record(config: Config, data: DataConfig, device: torch.device) -> dict[s
         "models": _models(config),
         "input": input_fingerprint(data),
         "chat_template": _template(data.chat_template),
+        "grammar": fingerprint(config.sampling.grammar),
     }
 
 
@@ -78,7 +80,7 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
     Paths may differ where the files behind them are the same.
     """
     remedy = f"restore it, or start a new run instead of resume={folder}"
-    if changed := differences(old.get("config") or {}, new["config"], ignore=(*NOT_HASHED, *PATH_KEYS)):
+    if changed := differences(old.get("config") or {}, new["config"], ignore=(*NOT_HASHED, *PATH_KEYS, KEY)):
         raise ConfigError(f"the configuration has changed since this run was started ({'; '.join(changed)}); {remedy}")
     for role, now in new["models"].items():
         before = (old.get("models") or {}).get(role)
@@ -87,6 +89,8 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
             raise DataError(f"the {role} model's {' and '.join(parts)} changed since this run was started; {remedy}")
     if old.get("chat_template") != new["chat_template"]:
         raise DataError(f"data.chat_template: the template has changed since this run was started; {remedy}")
+    if old.get("grammar") != new["grammar"]:
+        raise DataError(f"{KEY}: the grammar has changed since this run was started; {remedy}")
     _refuse_changed_input(old.get("input") or {}, new["input"], remedy)
 
 

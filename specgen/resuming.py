@@ -12,12 +12,13 @@ from typing import Any
 from specgen import folders
 from specgen.config import PATH_KEYS, Config
 from specgen.errors import ConfigError, DataError
+from specgen.grammar_text import KEY
 from specgen.launch import Runner, guarded, say, with_absolute_paths
 from specgen.overrides import split_elements
 from specgen.schema import SELECTORS, build, convert, shown
 from specgen.validate import get, validate
 
-# What may differ from the configuration a run was started with, besides paths (whose fingerprints the run compares).
+# What may differ from the configuration a run was started with, besides paths and the grammar (whose fingerprints the run compares).
 MAY_CHANGE = ("engine.", "output.fsync_seconds", "model.device", "resume_errors")
 
 
@@ -63,7 +64,7 @@ def _change(config: Config, key: str, value: Any, folder: Path) -> None:
     value, stored = convert(full, value), get(config, full)
     if value == stored:
         return
-    if key not in PATH_KEYS and not key.startswith(MAY_CHANGE):
+    if key not in (*PATH_KEYS, KEY) and not key.startswith(MAY_CHANGE):
         raise ConfigError(
             f"{key}={shown(value)} cannot be changed on resume: the run was started with {shown(stored)}; leave it out, or start a new run"
         )

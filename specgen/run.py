@@ -25,6 +25,7 @@ from specgen.data.tasks.base import NO_GROUP, Task, load_task, score_run, score_
 from specgen.draft.load import check_draft_files
 from specgen.engine.engine import Engine
 from specgen.errors import ConfigError
+from specgen.grammar_text import rules_of
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
 from specgen.loading import Loaded, choose_threads, load, make_engine, on_device, prompts_of, resolve_device, with_model_defaults
@@ -67,7 +68,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         data = pinned(data, record)
         with _writer(config, folder, lock, resume) as writer:
             attempt = append_attempt(folder, {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "overrides": overrides or []})
-            loaded = load(config.model, lambda tokenizer: check_first_row(data, config.sampling, tokenizer, task, record["input"]["rereadable"]))
+            loaded = load(config.model, lambda tokenizer: _before_weights(config, data, tokenizer, task, record["input"]["rereadable"]))
             record["dtype"] = str(loaded.target.dtype).removeprefix("torch.")
             if earlier is not None and earlier.get("dtype") not in (None, record["dtype"]):
                 log.warning("the run was started in %s and goes on in %s: set model.dtype to keep one", earlier["dtype"], record["dtype"])
@@ -115,6 +116,13 @@ def _check_task(config: Config, task: Task | None) -> None:
         raise ConfigError(f"output.meta=false leaves nothing to score task={task.name} with; leave it out, or use task=none")
     if task.name == "humaneval" and not config.task.execute_code:
         log.warning("task=humaneval: answers are not scored unless task.execute_code=true runs them, each in a process of its own")
+
+
+def _before_weights(config: Config, data: DataConfig, tokenizer: Any | None, task: Task | None, rereadable: bool) -> None:
+    """What the tokenizer is enough to refuse."""
+    if config.sampling.grammar is not None:
+        rules_of(config.sampling.grammar, tokenizer)
+    check_first_row(data, config.sampling, tokenizer, task, rereadable)
 
 
 def _writer(config: Config, folder: Path, lock: FolderLock, resume: bool) -> RunWriter:
@@ -237,7 +245,8 @@ class _Run:
             {
                 "model": _model_info(config, self.loaded.target),
                 "draft": {**asdict(config.draft), "num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps, **adaptive},
-                "sampling": asdict(params_from_config(config.sampling)) | {"acceptance": config.sampling.acceptance},
+                "sampling": asdict(params_from_config(config.sampling))
+                | {name: getattr(config.sampling, name) for name in ("acceptance", "grammar")},
                 "chat": describe_chat(self.data, self.loaded.tokenizer),
                 **{name: timed.get(name) for name in ("throughput", "step", "baseline")},
                 "lossless": next((entry["lossless"] for entry in reversed(attempts) if entry.get("lossless")), None),

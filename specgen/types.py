@@ -114,6 +114,7 @@ class Request:
     text: str | None = None
     provenance: list[int] = field(default_factory=list)  # per output token: -1 prefill, 0 bonus, d >= 1 drafted at depth d
     logprobs: list[Any] = field(default_factory=list)
+    grammar: Any = None  # where the output stands in the job's grammar (``engine.grammar``)
 
     @property
     def done(self) -> bool:

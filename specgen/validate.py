@@ -20,12 +20,13 @@ from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
 from specgen.draft.checkpoints import check_kind
 from specgen.draft.mtp_layouts import check_modules
 from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
+from specgen.grammar_text import compiled, split_form
 from specgen.schema import SELECTORS, shown
 
 ANYTHING = object()
 
 # Settings that this version refuses. An entry goes when the feature lands.
-UNSUPPORTED: tuple[tuple[str, Any], ...] = (("sampling.grammar", ANYTHING),)
+UNSUPPORTED: tuple[tuple[str, Any], ...] = ()
 
 NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weights of their own
 CHAIN_ONLY = ("ngram", "dflash")
@@ -52,6 +53,7 @@ def check_values(config: Config, given: Iterable[str] = ()) -> None:
     _check_draft(config.draft)
     params_from_config(config.sampling)
     _check_sampling(config)
+    _check_grammar(config)
     _check_data(config, given)
     _check_job(config)
 
@@ -174,6 +176,20 @@ def _check_sampling(config: Config) -> None:
             raise ConfigError("verify_lossless cannot check draft.simulate_acceptance_length: simulated text is not the target's; leave one out")
 
 
+def _check_grammar(config: Config) -> None:
+    value = config.sampling.grammar
+    if value is None:
+        return
+    split_form(value)
+    if config.sampling.ignore_eos:
+        raise ConfigError("sampling.ignore_eos=true has no meaning with sampling.grammar, which ends a row where its text is complete; leave one out")
+    length = config.draft.simulate_acceptance_length
+    if length is not None:
+        raise ConfigError(f"draft.simulate_acceptance_length={length:g} commits drafts that sampling.grammar need not allow; leave one out")
+    if config.engine.overlap == "1":
+        raise ConfigError("engine.overlap=1 cannot be combined with sampling.grammar: a step's masks follow from the step before; leave it out")
+
+
 def _check_data(config: Config, given: frozenset[str]) -> None:
     data = config.data
     for source, names in (("hub", ("name", "split", "revision")), ("random", ("rows", "prompt_tokens", "seed"))):
@@ -231,8 +247,10 @@ def cuda_devices() -> int:
 
 
 def check_local(config: Config) -> None:
-    """Local input files and checkpoints, read as small files. Raises ConfigError, DataError or CheckpointError naming the path."""
+    """The grammar, local input files and checkpoints, read as small files. Raises ConfigError, DataError or CheckpointError naming the path."""
     _check_input_files(config)
+    if config.sampling.grammar is not None:
+        compiled(config.sampling.grammar)
     model, draft = config.model, config.draft
     if model.source == "hf" and model.path is not None:
         folder = local_folder("model", model.path, model.revision)
@@ -281,8 +299,11 @@ def _check_input_files(config: Config) -> None:
 
 
 def _needs_tokenizer(config: Config) -> bool:
-    """Whether the rows are text: false for random ids and for rows that carry ``token_ids`` (asked only when no tokenizer file is there)."""
+    """Whether there is text, to be read or to follow a grammar: false for random ids and for rows that carry ``token_ids`` (asked only when no
+    tokenizer file is there)."""
     data = config.data
+    if config.sampling.grammar is not None:
+        return True
     if data.source == "random" or data.prompt_field == "token_ids":
         return False
     if data.source == "hub" or data.prompt_field is not None:

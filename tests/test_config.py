@@ -183,7 +183,6 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
         ),
         ("draft=ngram draft.topk=2", "draft.topk=2: draft=ngram proposes one chain; use draft.topk=1"),
         ("draft.simulate_acceptance_length=5.5", "draft.simulate_acceptance_length=5.5: draft.num_steps=4 gives at most 5"),
-        ("sampling.grammar=x", "sampling.grammar=x is not supported in this version"),
         ("sampling.logprobs=101", "sampling.logprobs=101: must be at least 0 and at most 100"),
         (
             "draft.topk=8 draft.num_steps=64",

@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from specgen.draft.ring import StateRing
 from specgen.draft.tree import IndexChecks, detect_oob, draft_depth
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
 from specgen.engine.clock import DeviceClock, mark_of
+from specgen.engine.grammar import GrammarMasks, packed
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
 from specgen.engine.memory import PageTable, spec_reserve
@@ -38,6 +39,7 @@ from specgen.engine.scheduler import Batch, Chunk, Scheduler
 from specgen.engine.simulate import Simulation, impose_path
 from specgen.engine.text import OutputText
 from specgen.errors import CapacityError, ConfigError
+from specgen.grammar_text import Rules
 from specgen.kernels import ops
 from specgen.kernels.reference_step import RESULT_COLUMNS, kept_and_finish
 from specgen.models.target import Target
@@ -45,6 +47,7 @@ from specgen.types import Draft, Layout, Request
 
 MOVES = frozenset({"sampled", MIN_TOKENS})  # features that look at a row's output length
 log = logging.getLogger("specgen")
+T = TypeVar("T")
 DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
 CPU_KV_BYTES = 1 << 30
 
@@ -87,10 +90,12 @@ class Engine:
         vocab_limit: int | None = None,
         logprobs: int | None = None,
         acceptance: str = "invariant",
+        grammar: Rules | None = None,
     ) -> None:
         self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
         self.device = target.device
-        self.overlap = {"0": 0, "1": 1}.get(str(engine.overlap), int(self.device.type == "cuda"))
+        self.overlap = {"0": 0, "1": 1}.get(str(engine.overlap), int(self.device.type == "cuda" and grammar is None))
+        assert grammar is None or self.overlap == 0, "the masks of a step follow from the tokens of the step before"
         self.num_steps, self.topk = drafter.num_steps, drafter.topk
         self.vocab_limit = min(vocab_limit or target.vocab_size, target.vocab_size)
         self.max_length = target.max_length
@@ -107,9 +112,10 @@ class Engine:
             depths, self.topk, [drafter.nodes(s) for s in depths], [drafter.slots(s) for s in depths], drafter.lead, self.overlap
         )
         ring = (max_batch + 1, drafter.states_read * target.hidden_size, target.dtype)
-        ring_bytes = StateRing.size(*ring) if adaptive else 0
-        page = engine.page_size
-        num_pages = self._plan_pages(max_batch, page, ring_bytes)
+        page, most_nodes = engine.page_size, max(drafter.nodes(s) for s in depths)
+        other_bytes = StateRing.size(*ring) if adaptive else 0
+        other_bytes += GrammarMasks.size(grammar, max_batch, most_nodes) if grammar is not None else 0
+        num_pages = self._plan_pages(max_batch, page, other_bytes)
         if num_pages - 1 < max_batch:
             max_batch = num_pages - 1  # every row holds a page at least
             ring = (max_batch + 1, *ring[1:])
@@ -121,6 +127,7 @@ class Engine:
         drafter.rejection = acceptance == "rejection"
         drafter.bind(max_batch + 1, num_pages, page, max_batch)
         self.text = OutputText(tokenizer, skip_special_tokens)
+        self.grammar = None if grammar is None else GrammarMasks(grammar, self.vocab_limit, max_batch, most_nodes, self.device)
         self.scheduler = Scheduler(
             self.pages,
             self.rows,
@@ -134,6 +141,7 @@ class Engine:
             law=self.law,
             vocab_limit=self.vocab_limit,
             drafter=drafter,
+            grammar=self.grammar,
         )
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
@@ -190,8 +198,9 @@ class Engine:
         """Queue a request. One that cannot run at all comes back, ended, from the next ``step``."""
         self.scheduler.add(request)
         if not request.done:
-            self.law.require(request.sampling, self.scheduler.stop_ids(request))
-            self.features |= features_of(request.sampling) | self.law.features
+            sampling = request.sampling if self.grammar is None else self.grammar.on_device(request.sampling)
+            self.law.require(sampling, self.scheduler.stop_ids(request))
+            self.features |= features_of(sampling) | self.law.features
 
     def step(self) -> list[Request]:
         """Launch one step and retire the one ``overlap`` before it; returns the requests that ended."""
@@ -266,6 +275,8 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Drop a request."""
         self.scheduler.abort(request)
+        if self.grammar is not None:
+            self.grammar.release(request)
 
     def close(self) -> None:
         """Give back KV and drafter state; the target stays loaded."""
@@ -306,18 +317,26 @@ class Engine:
 
     def _launch_decode(self, batch: Batch) -> None:
         """The decode step of a batch: eager on the exact rows, or the graph of its bucket, padded with scratch rows."""
-        assert batch.slots is not None
-        n, steps = len(batch.decode), batch.num_steps
-        if self.graphs is None:
-            self.decode(batch.slots[:n], steps, batch.max_len, self._result)
+        steps = batch.num_steps
+        if self.grammar is None:
+            self._replayed(batch, (), lambda slots, max_len: self.decode(slots, steps, max_len, self._result))
             return
+        # A grammar's masks depend on the draft, and the host makes them: two graphs, and one host read between them.
+        draft, drafted = self._replayed(batch, ("propose",), lambda slots, max_len: self._propose(slots, steps, max_len)) if steps else (None, None)
+        nodes = 1 if draft is None else draft.token_ids.shape[1] + 1
+        self.grammar.decode_masks([request for _, request, _ in batch.decode], nodes, drafted)
+        self._replayed(batch, ("finish",), lambda slots, max_len: self._finish(self._step_rows(slots, max_len), draft, self._result))
+
+    def _replayed(self, batch: Batch, part: tuple[str, ...], step: Callable[[Tensor, int], T]) -> T:
+        """``step`` (slots, key bound) of a batch, or of the ``part`` of a step: eager, or as a graph."""
+        assert batch.slots is not None
+        n = len(batch.decode)
+        if self.graphs is None:
+            return step(batch.slots[:n], batch.max_len)
         bucket, context = bucket_of(n, self.max_batch), context_of(batch.max_len, self.max_length + self.reserve)
         slots, scratch = batch.slots[:bucket], self._scratch_slots[:bucket]
-        self.graphs.run(
-            (bucket, steps, tuple(sorted(self.features)), context),
-            lambda: self.decode(slots, steps, context, self._result),
-            lambda: self.decode(scratch, steps, context, self._result),
-        )
+        key = (bucket, batch.num_steps, tuple(sorted(self.features)), context, *part)
+        return self.graphs.run(key, lambda: step(slots, context), lambda: step(scratch, context))
 
     def _step_rows(self, slots: Tensor, max_len: int) -> StepRows:
         """Rows of the step; a dead row becomes slot 0, so that what it writes goes to scratch."""
@@ -337,7 +356,15 @@ class Engine:
         """Propose, verify, accept, commit, observe for ``slots`` [B] int64; results go to ``result`` [>= B, 6 + S + 1] int32."""
         self.target.tune(slots.shape[0] * self.drafter.nodes(num_steps))  # before the drafter, whose layers may have the same shapes
         rows = self._step_rows(slots, max_len)
-        draft = self.drafter.propose(rows, num_steps) if num_steps else None
+        self._finish(rows, self.drafter.propose(rows, num_steps) if num_steps else None, result)
+
+    def _propose(self, slots: Tensor, num_steps: int, max_len: int) -> tuple[Draft | None, Tensor | None]:
+        """The first part of a step under a grammar: the draft, and what the host reads of it."""
+        draft = self.drafter.propose(self._step_rows(slots, max_len), num_steps)
+        return draft, None if draft is None else packed(draft)
+
+    def _finish(self, rows: StepRows, draft: Draft | None, result: Tensor) -> None:
+        """All of a step that follows the proposal."""
         hidden, logits, y = self._verify(rows, draft)
         tokens, accepted, count, path = self._commit(rows, draft, y, result)
         if self.checks is not None:
@@ -365,7 +392,8 @@ class Engine:
         detect_oob(self.checks, "positions of the verify window", layout.positions, 0, self.max_length)
         hidden = self.target.forward(tokens.reshape(-1), layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
         logits = self._tapped(self.target.logits(hidden.last))
-        logits = adjust(logits, rows.sampling, depth, draft)
+        mask = None if self.grammar is None else self.grammar.device_masks(logits.shape[0])
+        logits = adjust(logits, rows.sampling, depth, draft, mask)
         return hidden, logits, draw_or_reject(logits, rows.sampling, depth, draft)
 
     def _check_step(self, rows: StepRows, draft: Draft | None, tokens: Tensor, accepted: Tensor, path: Tensor | None) -> None:
@@ -419,22 +447,23 @@ class Engine:
         hidden = self.target.forward(staged.ids, layout, self.pool, self.drafter.aux_layers, self.drafter.prenorm)
         next_ids, rows = staged.next_ids, None
         if finals:
-            next_ids, rows, result, packed = self._first_tokens(staged, hidden)
+            mask = None if self.grammar is None else self.grammar.first_masks([c.request for _, c in finals])
+            next_ids, rows, result, first_logprobs = self._first_tokens(staged, hidden, mask)
             flight.finals = [(c.request, c.epoch) for _, c in finals]
             flight.prefill_result = _fetched(self._first_results.take(), result, len(finals))
-            if packed is not None and self._first_logprobs is not None:
-                flight.prefill_logprobs = _fetched(self._first_logprobs.take(), packed, len(finals))
+            if first_logprobs is not None and self._first_logprobs is not None:
+                flight.prefill_logprobs = _fetched(self._first_logprobs.take(), first_logprobs, len(finals))
         self.drafter.prefill(PrefillRows(staged.ids, next_ids, layout, hidden, staged.row_slots, staged.final_last if finals else None, rows))
         if self.ring is not None and rows is not None:
             self.ring.prefilled(rows.slots, rows.length)
 
-    def _first_tokens(self, staged: StagedPrefill, hidden: Any) -> tuple[Tensor, StepRows, Tensor, Tensor | None]:
+    def _first_tokens(self, staged: StagedPrefill, hidden: Any, mask: Tensor | None) -> tuple[Tensor, StepRows, Tensor, Tensor | None]:
         """Sample the token after each prompt that ends here and bring its row to life: (next ids [T], rows [F], result [F, 2], log-probabilities)."""
         logits = self._tapped(self.target.logits(hidden.last.index_select(0, staged.final_last)))
         slots = staged.final_slots
         ints = self.rows.ints.index_select(0, slots)
         sampling = first_sampling(self.law, slots, ints, self.rows.floats.index_select(0, slots), self.features, self.vocab_limit)
-        logits = adjust(logits, sampling, self._depths[:1], None)
+        logits = adjust(logits, sampling, self._depths[:1], None, mask)
         sampled = draw(logits, sampling, self._depths[:1])
         # A resumed row samples nothing: its backup, the last token it had, is its root.
         root, count = ops.next_token_ids_padded(sampled, staged.discard, staged.backup, self.vocab_limit)
@@ -442,7 +471,7 @@ class Engine:
         length = staged.final_lengths
         _, finish = kept_and_finish(sampled, torch.zeros_like(root), fresh, ints[:, 3], ints[:, 4], length - 1, self.max_length, ints[:, 9:])
         self.law.count(slots, sampled, fresh)
-        packed = None if self.top is None else logprobs(logits, sampled, None, sampling, self.top)
+        first_logprobs = None if self.top is None else logprobs(logits, sampled, None, sampling, self.top)
         output_len = torch.where(fresh, 1, staged.output_lens)
         new = ints.clone()
         new[:, 0] = finish == 0
@@ -461,7 +490,7 @@ class Engine:
             last_position=self.max_length - 1,
             sampling=sampling.moved(output_len),
         )
-        return next_ids, rows, torch.stack([root * (count > 0) - (count == 0).int(), finish], 1), packed
+        return next_ids, rows, torch.stack([root * (count > 0) - (count == 0).int(), finish], 1), first_logprobs
 
     # -- retire: the host -----------------------------------------------------------------------------------------------------------------
 
@@ -477,6 +506,9 @@ class Engine:
             flight.prefill_result.wait()
             done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], _read(flight.prefill_logprobs, n))
         self.clock.collect()
+        if self.grammar is not None:
+            for request in done:
+                self.grammar.release(request)
         if self.checks is not None:
             self.checks.raise_if_any()  # waits for the device: the price of checking
         return done

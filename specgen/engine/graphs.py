@@ -1,8 +1,7 @@
 """CUDA graphs of a whole decode step: capture once per shape, replay from then on.
 
 Boundary: captures a callable and replays it; what the step computes is ``engine.py``. A graph is keyed by (bucket, num_steps, features, context
-bucket) and
-captured when a job first needs it, after one eager run of the same shape over scratch rows (which compiles kernels and touches no request).
+bucket) and captured when a job first needs it, after one eager run of the same shape over scratch rows, which compiles kernels and touches no request.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ import logging
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 log = logging.getLogger("specgen")
+T = TypeVar("T")
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 SMALLEST_CONTEXT = 512
@@ -45,39 +45,41 @@ class StepGraphs:
         self.off = False
         self.capture_seconds = 0.0
         self._pool: Any = None
-        self._graphs: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}  # with what the captured step returned
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(self, key: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> None:
-        """Replay the graph of ``key``, capturing ``step`` first when there is none. ``warm_up`` runs the same shape where it may write nothing."""
-        graph = self._graphs.get(key)
-        if graph is None and not self.off:
-            graph = self._capture(key, step, warm_up)
-        if graph is None:
-            step()
-        else:
-            graph.replay()
+    def run(self, key: Any, step: Callable[[], T], warm_up: Callable[[], object]) -> T:
+        """Replay the graph of ``key``, capturing ``step`` first when there is none; returns what ``step`` returned when it was captured, tensors that
+        every replay writes again. ``warm_up`` runs the same shape where it may write nothing."""
+        found = self._graphs.get(key)
+        if found is None and not self.off:
+            found = self._capture(key, step, warm_up)
+        if found is None:
+            return step()
+        graph, result = found
+        graph.replay()
+        return result  # type: ignore[no-any-return]
 
-    def _capture(self, key: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, key: Any, step: Callable[[], Any], warm_up: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any] | None:
         start = time.perf_counter()
         home = torch.cuda.current_stream(self.device)
         try:
-            graph = self._record(home, step, warm_up)
+            found = self._record(home, step, warm_up)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             self.off = True
             log.warning("CUDA graph capture failed for %s; decoding goes on without graphs: %s", key, _first_cause(error))
             self._abandon(home)
             self.capture_seconds += time.perf_counter() - start
             return None
-        self._graphs[key] = graph
+        self._graphs[key] = found
         seconds = time.perf_counter() - start
         self.capture_seconds += seconds
         log.info("captured a decode step for %s in %.2f s", key, seconds)
-        return graph
+        return found
 
-    def _record(self, home: Any, step: Callable[[], None], warm_up: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _record(self, home: Any, step: Callable[[], Any], warm_up: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Warm up and capture on the side stream; ``home`` is the stream that everything else runs on."""
         side = _side_stream(self.device)
         if self._pool is None:
@@ -88,8 +90,8 @@ class StepGraphs:
         home.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            step()
-        return graph
+            result = step()
+        return graph, result
 
     def _abandon(self, home: Any) -> None:
         """Undo what a failed capture leaves behind.

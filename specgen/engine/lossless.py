@@ -169,13 +169,14 @@ def _scores_there(request: Request, output: tuple[int, ...], engine: Engine, nod
         found.append(window_logits(engine.target, ids, width, copies, engine.config.page_size))
     stop_ids = engine.scheduler.stop_ids(request)
     law = LawState(2, engine.target.vocab_size, engine.max_length, engine.device)
-    law.require(request.sampling, stop_ids)
+    law.require(request.sampling if engine.grammar is None else engine.grammar.on_device(request.sampling), stop_ids)
+    mask = None if engine.grammar is None else engine.grammar.mask_after(request, output).expand(len(found), -1)
     law.admit([replace(_fresh(request), output_ids=list(output), slot=1)], [stop_ids])
     z = torch.stack(found).float()
-    if law.features:
+    if law.features or mask is not None:
         rows = torch.ones(len(found), dtype=torch.int64, device=z.device)
         out_len = torch.full((len(found),), len(output), dtype=torch.int32, device=z.device)
-        z = ops.adjust_logits(z, rows, law.tables, None, out_len, engine.vocab_limit)
+        z = ops.adjust_logits(z, rows, law.tables, None, out_len, engine.vocab_limit, mask)
     return z[:, : engine.vocab_limit].cpu()
 
 

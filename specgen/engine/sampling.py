@@ -16,7 +16,7 @@ from specgen.draft.base import SamplingRows
 from specgen.engine.law import MIN_TOKENS, PENALTIES, LawState, law_features
 from specgen.engine.rows import DeviceRows
 from specgen.kernels import ops
-from specgen.kernels.reference_sampling import spread
+from specgen.kernels.reference_sampling import LawTables, spread
 from specgen.types import Draft, SamplingParams
 
 
@@ -50,18 +50,19 @@ def _tables(law: LawState) -> tuple[Any, Any]:
     return (law.tables, law.masks) if law.features else (None, None)
 
 
-def adjust(logits: Tensor, sampling: SamplingRows, depth: Tensor, draft: Draft | None) -> Tensor:
+def adjust(logits: Tensor, sampling: SamplingRows, depth: Tensor, draft: Draft | None, mask: Tensor | None = None) -> Tensor:
     """Steps 1 to 3 of f for logits [B * D, V], the D nodes of each row in a row: penalties, bias, masks. As given when no row has any.
 
     depth [B, D] or [D] int32. Node n counts the committed output, root included (the tables hold it), and the drafted tokens down to and with n.
+    mask [B * D, words] int32: a grammar's (``engine.grammar``).
     """
-    if sampling.law is None or sampling.slots is None:
+    if (sampling.law is None and mask is None) or sampling.slots is None:
         return logits
     batch, rows = sampling.t.shape[0], logits.shape[0]
     out_len = None if sampling.out_len is None else (sampling.out_len[:, None] + depth).reshape(-1)
     path = ops.path_tokens(draft.token_ids, draft.path) if draft is not None and PENALTIES in sampling.features else None
     slots = sampling.slots if rows == batch else sampling.slots[:, None].expand(batch, rows // batch).reshape(-1)
-    return ops.adjust_logits(logits, slots, sampling.law, path, out_len, sampling.vocab_limit)
+    return ops.adjust_logits(logits, slots, sampling.law or LawTables(), path, out_len, sampling.vocab_limit, mask)
 
 
 def draw(logits: Tensor, sampling: SamplingRows, depth: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from specgen.draft.base import Drafter
 from specgen.engine.buffers import BufferRing
+from specgen.engine.grammar import GrammarMasks
 from specgen.engine.law import LawState, complaint
 from specgen.engine.memory import PageTable, ceil_to_page
 from specgen.engine.rows import DeviceRows
@@ -84,8 +85,9 @@ class Scheduler:
         law: LawState,
         vocab_limit: int,
         drafter: Drafter,
+        grammar: GrammarMasks | None = None,
     ) -> None:
-        self.pages, self.rows, self.text, self.law, self.drafter = pages, rows, text, law, drafter
+        self.pages, self.rows, self.text, self.law, self.drafter, self.grammar = pages, rows, text, law, drafter, grammar
         self.vocab_limit = vocab_limit
         self.max_batch, self.reserve, self.prefill_tokens, self.max_length = max_batch, reserve, prefill_tokens, max_length
         self.eos_ids = eos_ids
@@ -136,6 +138,8 @@ class Scheduler:
         if request.sampling is self._sound:
             return None
         why = complaint(request.sampling, self.stop_ids(request), self.vocab_limit, self.law.vocab_size)
+        if why is None and self.grammar is not None:
+            why = self.grammar.complaint(request.sampling, self.stop_ids(request))
         if why is None:
             self._sound = request.sampling
         return why
@@ -355,8 +359,7 @@ class Scheduler:
             cut = self._long_stop_list(request, new_tokens, stop_ids, cut)
         if cut is not None:
             n, request.stop_reason = cut
-            request.counts.trimmed += len(request.output_ids) - n
-            del request.output_ids[n:], request.provenance[n:], request.logprobs[n:]
+            _trim(request, n)
             request.finish_reason = "stop"
         elif finish == NON_FINITE:
             fail(request, "NonFiniteError", f"the target's logits at output position {len(request.output_ids)} are not finite")
@@ -364,6 +367,8 @@ class Scheduler:
             request.finish_reason = FINISH_NAMES[finish]
             if finish == STOP:
                 request.stop_reason = request.output_ids[-1]
+        if self.grammar is not None and request.error is None and not isinstance(request.stop_reason, str):
+            self._follow(self.grammar, request)
         if not request.done:
             return False
         request.status = "finished"
@@ -372,10 +377,20 @@ class Scheduler:
         return True
 
     @staticmethod
+    def _follow(grammar: GrammarMasks, request: Request) -> None:
+        """Check the new tokens against the grammar; a row that it cannot go on with ends as an error, with the tokens that count."""
+        wrong = grammar.follow(request)
+        if wrong is not None:
+            _trim(request, wrong[0])
+            request.stop_reason = None
+            fail(request, "GrammarError", wrong[1])
+
     def _long_stop_list(
-        request: Request, new_tokens: int, stop_ids: tuple[int, ...], cut: tuple[int, str | int] | None
+        self, request: Request, new_tokens: int, stop_ids: tuple[int, ...], cut: tuple[int, str | int] | None
     ) -> tuple[int, str | int] | None:
-        first = max(len(request.output_ids) - new_tokens, request.sampling.min_tokens - 1, 0)
+        # Under a grammar an id that ends the row may come earlier: where no other id is left.
+        least = request.sampling.min_tokens if self.grammar is None else 0
+        first = max(len(request.output_ids) - new_tokens, least - 1, 0)
         for n in range(first, len(request.output_ids)):
             if request.output_ids[n] in stop_ids and (cut is None or n + 1 <= cut[0]):
                 return n + 1, request.output_ids[n]
@@ -397,6 +412,12 @@ class Scheduler:
 def _known(request: Request) -> int:
     """Tokens a request has to prefill: its prompt, and after a preemption its output but the last token, which is the root."""
     return len(request.prompt.token_ids) + max(0, len(request.output_ids) - 1)
+
+
+def _trim(request: Request, n: int) -> None:
+    """Keep the first ``n`` output tokens."""
+    request.counts.trimmed += len(request.output_ids) - n
+    del request.output_ids[n:], request.provenance[n:], request.logprobs[n:]
 
 
 def fail(request: Request, kind: str, message: str) -> None:
