@@ -57,10 +57,11 @@ def draft_config(job: dict[str, Any]) -> DraftConfig:
     return DraftConfig(**job, path=str(SHAPES / PATHS[job["method"]]), load_format="dummy", simulate_acceptance_length=imposed)
 
 
-def build_engine(target: Target, model: ModelConfig, name: str, batch: int) -> Engine:
+def build_engine(target: Target, model: ModelConfig, name: str, batch: int, deterministic: bool = False) -> Engine:
     """An engine for a job with KV for ``batch`` rows of 1,024 tokens."""
     draft = draft_config(JOBS[name])
-    engine = Engine(target, load_drafter(draft, model, target), EngineConfig(max_batch=batch, kv_memory_gb=min(60.0, 0.25 * batch + 2)), draft)
+    config = EngineConfig(max_batch=batch, kv_memory_gb=min(60.0, 0.25 * batch + 2), deterministic=deterministic)
+    engine = Engine(target, load_drafter(draft, model, target), config, draft)
     if engine.pacing is not None:
         engine.pacing.controller = NoSteps()
     return engine
@@ -74,10 +75,10 @@ def random_requests(batch: int, tokens: int, prompt_tokens: int) -> list[Request
     return [Request(Prompt(index=i, id=i, key=i, token_ids=row), params) for i, row in enumerate(ids)]
 
 
-def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: int, prompt_tokens: int = 128) -> dict[str, Any]:
+def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: int, deterministic: bool = False) -> dict[str, Any]:
     """One job: median, p99 and mean of the decode calls in ms, decode tokens per second, prefill and capture seconds."""
-    engine = build_engine(target, model, name, batch)
-    requests = random_requests(batch, tokens, prompt_tokens)
+    engine = build_engine(target, model, name, batch, deterministic)
+    requests = random_requests(batch, tokens, prompt_tokens=128)
     start = time.perf_counter()
     engine.run(requests)
     seconds = time.perf_counter() - start
@@ -85,6 +86,7 @@ def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: i
     figures = {
         "job": name,
         "batch": batch,
+        "deterministic": deterministic,
         "ms": calls[len(calls) // 2],
         "ms_p99": calls[int(len(calls) * 0.99)],
         "ms_mean": sum(calls) / len(calls),
@@ -105,6 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", default=",".join(JOBS))
     parser.add_argument("--batches", default="1,8,32,64,128,256")
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--deterministic", action="store_true", help="engine.deterministic=true")
     parser.add_argument("--json", type=Path, help="write the figures here, with every step's time")
     options = parser.parse_args(arguments)
     model = ModelConfig(source="hf", path=str(SHAPES / "llama31_8b"), dtype="bfloat16", device="cuda", load_format="dummy", max_length=1024)
@@ -114,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         for batch in map(int, options.batches.split(",")):
             if name == "eagle3_tree" and batch > 64:  # nobody drafts trees there
                 continue
-            figures = measure(target, model, name, batch, options.tokens)
+            figures = measure(target, model, name, batch, options.tokens, options.deterministic)
             found.append(figures)
             shown = {key: value for key, value in figures.items() if key != "series_ms"}
             print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in shown.items()}), flush=True)
