@@ -203,6 +203,10 @@ def test_stop_strings_are_what_was_meant_and_shown_in_the_stored_configuration()
     assert (rows[0]["text"], rows[0]["finish_reason"], rows[0]["stop_reason"], rows[0]["token_ids"]) == ("w31 w32 ", "stop", "w33", [31, 32, 33])
     rows = job(path, "sampling.stop='<|eot|>'", "output.skip_special_tokens=false", out="b")
     assert (rows[1]["text"], rows[1]["stop_reason"]) == ("w25 ", "<|eot|>")
+    rows = job(path, "sampling.stop='<|eot|>'", "output.skip_special_tokens=true", out="d")
+    assert (rows[1]["text"], rows[1]["stop_reason"], rows[1]["token_ids"]) == ("w25", "<|eot|>", [25, 3]), "found although the text leaves it out"
+    rows = job(path, "sampling.stop='<|eot|>'", "sampling.stop_token_ids=[3]", "sampling.include_stop=true", out="e")
+    assert (rows[1]["text"], rows[1]["stop_reason"], rows[1]["token_ids"]) == ("w25", 3, [25, 3])
     job(path, r'sampling.stop=["\n\n","w33"]', out="c")
     assert '- "\\n\\n"' in Path("c/.hydra/config.yaml").read_text() and stats_of("c")["sampling"]["stop"] == ["\n\n", "w33"]
 
