@@ -7,7 +7,8 @@ disk, no signal is taken over and torch's threads stay as the caller set them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from os import PathLike, fspath
 from types import TracebackType
@@ -20,7 +21,7 @@ from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
 from specgen.loading import Loaded, load, make_engine, with_model_defaults
 from specgen.schema import SELECTORS, build, shown
-from specgen.types import Completion
+from specgen.types import Completion, Prompt
 from specgen.validate import validate
 
 __all__ = ["Engine", "generate"]
@@ -67,21 +68,23 @@ def generate(
     if not rows:
         return []
     loaded = load(config.model)
-    read = list(_reader(config, loaded).read(rows))
+    read = list(reader(config, loaded).read(rows))
     if on_error == "raise":
         for prompt in read:
             _raise(prompt.error)
-    inner = make_engine(config, loaded)
-    try:
-        job = Job(inner, config, loaded.tokenizer, params_from_config(config.sampling))
-        found: dict[tuple[int, int], Completion] = {}
-        for completion in job.run(iter(read)):
+    found: dict[tuple[int, int], Completion] = {}
+    with closing(completed(config, loaded, read)) as ended:
+        for completion in ended:
             if on_error == "raise":
                 _raise(completion.error)
             found[completion.index, completion.sample] = completion
-    finally:
-        inner.close()
     return [found[key] for key in sorted(found)]
+
+
+def completed(config: Config, loaded: Loaded, prompts: Iterable[Prompt]) -> Generator[Completion]:
+    """Completions of read prompts in the order in which they end, on an engine of their own."""
+    with closing(make_engine(config, loaded)) as engine:
+        yield from Job(engine, config, loaded.tokenizer, params_from_config(config.sampling)).run(iter(prompts))
 
 
 class Engine:
@@ -108,7 +111,7 @@ class Engine:
         self._inner = make_engine(self._config, self._loaded)
         self._job_params = params_from_config(self._config.sampling, self._loaded.vocab_size)
         self._job = Job(self._inner, self._config, self._loaded.tokenizer, self._job_params)
-        self._reader = _reader(self._config, self._loaded, remember_ids=False)
+        self._reader = reader(self._config, self._loaded, remember_ids=False)
         self._ids: dict[str | int, int] = {}  # id -> index, of what is unfinished
         self._left: dict[int, int] = {}  # index -> samples that have not come back
         self._closed = False
@@ -247,7 +250,8 @@ def _model_section(model: Any) -> dict[str, Any]:
     return section if "source" in section else section | {"source": "hf" if section.get("path") else "embedded"}
 
 
-def _reader(config: Config, loaded: Loaded, remember_ids: bool = True) -> PromptReader:
+def reader(config: Config, loaded: Loaded, remember_ids: bool = True) -> PromptReader:
+    """Reads rows given in memory for a loaded target."""
     target, tokenizer = loaded.target, loaded.tokenizer
     return PromptReader(
         config.data, config.sampling, tokenizer, max_length=target.max_length, vocab_size=loaded.vocab_size, remember_ids=remember_ids

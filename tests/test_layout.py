@@ -25,7 +25,7 @@ LEVELS = [
     {"specgen.record", "specgen.replay"},
     {"specgen.run", "specgen.folders", "specgen.overrides", "specgen.usage", "specgen.embedded"},
     {"specgen.compose", "specgen.launch", "specgen.resuming", "specgen.api"},
-    {"specgen.cli"},
+    {"specgen.cli", "specgen.lm_eval"},
     {"specgen.__main__"},
 ]
 APART = ("specgen.data", "specgen.report")  # import the first three only, and are imported from validate, job upwards
