@@ -225,6 +225,8 @@ def config_of(
     for name in sections["data"]:
         if name not in ROW_READING:
             raise ConfigError(f"data.{name}: rows are given in Python; of data.* only {', '.join(ROW_READING)} apply")
+    if "stuck_after_s" in sections["engine"]:
+        raise ConfigError("engine.stuck_after_s: ends a job of the command line, and a Python process is not specgen's to end; leave it out")
     config = build(sections)
     given = [f"{section}.{name}" for section, values in sections.items() for name in values if f"{section}.{name}" not in SELECTORS]
     # Rows in memory have no file to look at: for the checks they are like random ones.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from specgen import __version__, folders, resuming
+from specgen import __version__, folders, resuming, stuck
 from specgen.compose import composer, enter_hydra, folder_asked_for, options, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
 from specgen.errors import ConfigError, SpecgenError
@@ -187,16 +187,29 @@ class Plan:
         folder, _ = folders.claim(folder_asked_for(self.base, to_config(self.base, [])))
         shown = [_of_job(job) for job in jobs]
         outcomes = [Outcome(folder / name, job) for name, job in zip(folders.job_names(shown), shown, strict=True)]
-        try:
-            _run_all(settings, folder, outcomes, runner)
-        finally:
+
+        def finish() -> int:
             for outcome in outcomes:
                 if outcome.exit_code is None:
                     outcome.error = "not run"
             runner.write_sweep(folder, [outcome.row(folder) for outcome in outcomes])
             _list_failures(outcomes)
-        codes = {1 if outcome.exit_code is None else outcome.exit_code for outcome in outcomes}
-        return next((code for code in (1, 2, 3) if code in codes), 0)
+            codes = {1 if outcome.exit_code is None else outcome.exit_code for outcome in outcomes}
+            return next((code for code in (1, 2, 3) if code in codes), 0)
+
+        def stuck_job(error: str) -> int:
+            running = next(outcome for outcome in outcomes if outcome.exit_code is None)
+            running.exit_code, running.error = stuck.EXIT_CODE, error
+            finish()
+            return 1 if any(outcome.exit_code == 1 for outcome in outcomes) else stuck.EXIT_CODE
+
+        stuck.last_word = stuck_job
+        try:
+            _run_all(settings, folder, outcomes, runner)
+        finally:
+            stuck.last_word = None
+            code = finish()
+        return code
 
 
 def _run_all(settings: list[str], folder: Path, outcomes: list[Outcome], runner: Runner) -> None:

@@ -115,6 +115,7 @@ class EngineConfig:
     cuda_graphs: str = "auto"
     deterministic: bool = False
     check_indices: bool = False
+    stuck_after_s: float = 120.0
 
 
 @dataclass
@@ -208,6 +209,7 @@ RANGES: dict[str, Range] = {
     "engine.memory_fraction": Range(0, 1, above=True),
     "engine.kv_memory_gb": Range(0, above=True),
     "engine.prefill_tokens": Range(1),
+    "engine.stuck_after_s": Range(0),
     "output.fsync_seconds": Range(0),
     "verify_lossless": Range(0),
 }

@@ -21,7 +21,7 @@ LEVELS = [
     {"specgen.draft"},
     {"specgen.engine"},
     {"specgen.validate", "specgen.job"},
-    {"specgen.loading", "specgen.interrupts"},
+    {"specgen.loading", "specgen.interrupts", "specgen.stuck"},
     {"specgen.record", "specgen.replay"},
     {"specgen.run", "specgen.folders", "specgen.overrides", "specgen.usage", "specgen.embedded"},
     {"specgen.compose", "specgen.launch", "specgen.resuming", "specgen.api"},

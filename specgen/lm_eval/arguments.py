@@ -22,6 +22,7 @@ NOT_HERE = {
     "sampling.include_stop": "a task's `until` is never part of an answer",
     "sampling.n": "a task's `repeats` says how often it is asked",
     "sampling.logprobs": "an answer is text alone",
+    "engine.stuck_after_s": "it ends jobs of python -m specgen",
     "draft.simulate_acceptance_length": "simulated text is not the target's",
 }
 CHAT_KEYS = ("data.chat_template", "data.chat_template_kwargs")
