@@ -36,6 +36,7 @@ FLAGS = (("--help", "-h"), ("--version",), ("--hydra-help",), ("--resolve",), ("
 
 def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> int:
     """Run the command line and return the exit code. An error of the user is one line on stderr (``SPECGEN_DEBUG=1`` adds the traceback)."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are no news to the user; what fails is one line of ours
     with _terminable():
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv), runner or Specgen())

@@ -74,7 +74,7 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
         return _last
     _last = None
     start = time.perf_counter()
-    tokenizer = load_tokenizer(path, revision=model.revision, trust_remote_code=model.trust_remote_code) if has_tokenizer(path) else None
+    tokenizer = tokenizer_of(model)
     before_weights(tokenizer)
     dtype = model.dtype
     if dtype == "auto" and device.type == "cpu":
@@ -84,6 +84,12 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     log.info("a row ends at token ids %s", list(target.eos_ids))
     _last = Loaded(key, target, tokenizer)
     return _last
+
+
+def tokenizer_of(model: ModelConfig) -> Any | None:
+    """The target's tokenizer; None where it has none. Of a hub repository only small files are fetched."""
+    folder = str(local_folder(target_path(model), model.revision, weights=False, code=model.trust_remote_code))
+    return load_tokenizer(folder, trust_remote_code=model.trust_remote_code) if has_tokenizer(folder) else None
 
 
 def with_model_defaults(config: Config, given: Iterable[str]) -> Config:

@@ -21,10 +21,9 @@ from specgen.api import completed, reader
 from specgen.data.chat import Chat, describe_chat
 from specgen.data.rows import RowFault
 from specgen.data.sampling import params_from_config, row_params
-from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.errors import ConfigError, DataError
 from specgen.lm_eval.arguments import config_from, row_sampling
-from specgen.loading import load, resolve_device, target_path
+from specgen.loading import load, resolve_device, target_path, tokenizer_of
 from specgen.types import Completion
 
 try:
@@ -49,9 +48,9 @@ class SpecgenLM(LM):
         self.config = config_from(arguments, batch_size=batch_size, max_batch_size=max_batch_size, device=device)
         self._device = resolve_device(self.config.model.device)
         self._path, model = target_path(self.config.model), self.config.model
-        if not has_tokenizer(self._path):
+        self.tokenizer: Any = tokenizer_of(model)
+        if self.tokenizer is None:
             raise ConfigError(f"model.path={self._path}: the harness sends texts, and there is no tokenizer; copy tokenizer.json there")
-        self.tokenizer = load_tokenizer(self._path, revision=model.revision, trust_remote_code=model.trust_remote_code)
         self._chat = Chat(self.config.data, self.tokenizer)
         self._job = params_from_config(self.config.sampling, len(self.tokenizer))
         self._max_length = model.max_length
