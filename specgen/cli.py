@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from specgen import __version__, folders, resuming, stuck
-from specgen.compose import composer, enter_hydra, folder_asked_for, options, searchpath_of, sweep_jobs, to_config
+from specgen.compose import composer, enter_hydra, folder_asked_for, options, reworded, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
 from specgen.errors import ConfigError, SpecgenError
 from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line, say
@@ -105,7 +105,7 @@ def _dispatch(argv: list[str], runner: Runner) -> int:
     if any(text.startswith("merge=") for text in args.overrides):
         return resuming.merge(args.overrides, runner)
     path = searchpath_of(args.config_dir, args.overrides)
-    overrides = parse(args.overrides, lambda group: options(group, path))
+    overrides = [o for o in parse(args.overrides, lambda group: options(group, path)) if o.key != "hydra.searchpath"]
     if any(o.key == "resume" for o in overrides) and not args.cfg:
         return _resume(overrides, args.multirun, runner)
     plan = Plan.read(overrides, args.multirun, path)
@@ -140,7 +140,11 @@ class Plan:
         own = [f"hydra.searchpath=[{','.join(quoted(root) for root in path)}]"] if path else []
         with composer() as compose:
             base = compose([*own, *(o.text for o in overrides if not o.swept)])
-        multirun = multirun or str(base.hydra.mode).endswith("MULTIRUN")
+        with reworded():
+            mode, verbose = str(base.hydra.mode), base.hydra.verbose
+        if not isinstance(verbose, bool):
+            raise ConfigError("hydra.verbose: must be true or false")
+        multirun = multirun or mode.endswith("MULTIRUN")
         if multirun:  # what a file says is swept, unless the command line says otherwise
             given = {o.key for o in overrides}
             filed = [f"{key}={value}" for key, value in (base.hydra.sweeper.get("params") or {}).items() if key not in given]

@@ -95,7 +95,7 @@ def test_every_number_has_a_range() -> None:
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature=hot: must be a number"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature=nan: must be a finite number"),
         ({"sampling": {"ignore_eos": 1}}, "sampling.ignore_eos=1: must be true or false"),
-        ({"sampling": {"stop": ["a", 5]}}, "sampling.stop=['a', 5]: 5 must be text; write it in quotes"),
+        ({"sampling": {"stop": ["a", 5]}}, "sampling.stop=[a,5]: 5 must be text; write it in quotes"),
         ({"sampling": {"logit_bias": {"x": 1.0}}}, "sampling.logit_bias: x is not a token id"),
         ({"sampling": {"logit_bias": [1]}}, "sampling.logit_bias=[1]: must be a mapping, such as {50: -3.5}"),
         ({"sampling": 3}, "sampling=3: must be a mapping of keys"),
@@ -123,9 +123,9 @@ def test_values_take_the_type_of_their_key() -> None:
 def test_a_missing_key_or_section_is_refused_when_the_mapping_is_composed() -> None:
     whole = asdict(Config())
     for key, text in (
-        (("sampling", "top_p"), "sampling.top_p has been removed"),
-        (("engine",), "engine has been removed"),
-        (("baseline",), "baseline has"),
+        (("sampling", "top_p"), "sampling.top_p is missing from the configuration; set it: sampling.top_p=VALUE"),
+        (("engine",), "engine is missing from the configuration; a file of your own must leave every section in it"),
+        (("baseline",), "^baseline is missing from the configuration; set it: baseline=VALUE$"),
     ):
         mapping = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
         inner = mapping if len(key) == 1 else mapping[key[0]]
