@@ -19,7 +19,7 @@ from specgen.data.prompts import PromptReader
 from specgen.data.sampling import ROW_KEYS, params_from_config, row_params
 from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
-from specgen.loading import Loaded, load, make_engine, with_model_defaults
+from specgen.loading import Loaded, check_hub, load, make_engine, with_model_defaults
 from specgen.schema import SELECTORS, build, shown
 from specgen.types import Completion, Prompt
 from specgen.validate import validate
@@ -231,6 +231,7 @@ def config_of(
     given = [f"{section}.{name}" for section, values in sections.items() for name in values if f"{section}.{name}" not in SELECTORS]
     # Rows in memory have no file to look at: for the checks they are like random ones.
     validate(replace(config, data=replace(config.data, source="random")), given)
+    check_hub(config)
     return with_model_defaults(config, given)
 
 

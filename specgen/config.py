@@ -197,7 +197,7 @@ RANGES: dict[str, Range] = {
     "model.max_length": Range(2),
     "draft.topk": Range(1, 1024),
     "draft.num_steps": Range(1, 1024),
-    "draft.num_draft_tokens": Range(2, 1024),
+    "draft.num_draft_tokens": Range(2, 1025),
     "draft.simulate_acceptance_length": Range(1),
     "data.limit": Range(1),
     "data.rows": Range(1),

@@ -11,10 +11,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from specgen.checkpoint_files import check_model
 from specgen.config import Config, DataConfig, ModelConfig, SamplingConfig
 from specgen.data.prompts import load_prompts
 from specgen.data.sampling import params_from_config
@@ -26,6 +28,7 @@ from specgen.models.generation import sampling_defaults
 from specgen.models.loader import load_target, local_folder
 from specgen.models.target import Target
 from specgen.types import Prompt
+from specgen.validate import check_draft_files
 
 log = logging.getLogger("specgen")
 
@@ -90,6 +93,16 @@ def tokenizer_of(model: ModelConfig) -> Any | None:
     """The target's tokenizer; None where it has none. Of a hub repository only small files are fetched."""
     folder = str(local_folder(target_path(model), model.revision, weights=False, code=model.trust_remote_code))
     return load_tokenizer(folder, trust_remote_code=model.trust_remote_code) if has_tokenizer(folder) else None
+
+
+def check_hub(config: Config) -> None:
+    """What ``validate`` checks of local checkpoints, for those of the hub: their small files are fetched and no weight. Raises as it does."""
+    model, draft = config.model, config.draft
+    if model.source == "hf" and not Path(str(model.path)).expanduser().is_dir():
+        folder = local_folder(str(model.path), model.revision, weights=False, code=model.trust_remote_code)
+        check_model(folder, weights=False, tokenizer=lambda: False)
+    if draft.path is not None and not Path(draft.path).expanduser().is_dir():
+        check_draft_files(draft, local_folder(draft.path, weights=False), weights=False)
 
 
 def with_model_defaults(config: Config, given: Iterable[str]) -> Config:

@@ -28,7 +28,7 @@ from specgen.engine.watch import OnStuck, Watch
 from specgen.errors import ConfigError
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
-from specgen.loading import Loaded, choose_threads, load, make_engine, prompts_of, resolve_device, with_model_defaults
+from specgen.loading import Loaded, check_hub, choose_threads, load, make_engine, prompts_of, resolve_device, with_model_defaults
 from specgen.models.target import Target
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
@@ -53,6 +53,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     """Run one job into ``folder``; returns the exit code (0 all rows done, 3 some are errors, 128 + n after signal n). User errors are raised as
     SpecgenError; whatever ends the run, every finished row is on the disk and the folder can be resumed."""
     started = _start_of_job()
+    check_hub(config)
     config = with_model_defaults(config, _set_by_user(folder, overrides, resume))
     task = load_task(config.task)
     _check_task(config, task)

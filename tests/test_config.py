@@ -369,6 +369,19 @@ def test_a_drafter_of_another_kind_is_refused_by_its_files(checkpoint: Path, mon
     assert seen == [("eagle3", checkpoint)]
 
 
+def test_a_draft_longer_than_a_dflash_block_is_refused_by_its_config() -> None:
+    own = validate.FAMILY / "dflash"
+    for words in (["draft=dflash"], ["draft=dflash", f"draft.path='{own}'"]):
+        validate.validate(composed(*words))
+        with pytest.raises(ConfigError) as error:
+            validate.validate(composed(*words, "draft.num_steps=5"))
+        assert str(error.value) == f"draft.num_steps=5: {own} drafts blocks of 5, so at most 4 tokens a step"
+
+
+def test_the_longest_chain_may_be_named_by_its_nodes() -> None:
+    validate.check_values(composed("draft=ngram", "draft.num_steps=1024", "draft.num_draft_tokens=1025"))
+
+
 def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         validate.validate(composed("data=jsonl", f"data.path='{tmp_path}/none.jsonl'"))

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import specgen
+from specgen.config import Config, DraftConfig
+from specgen.errors import ConfigError
 from specgen.hub import OFFLINE, REASONS, reason, unreachable
+from specgen.loading import check_hub
+from specgen.models.weights import SMALL_FILES
+from specgen.validate import FAMILY
 from tests.jobs import ROOT
 
 
@@ -47,6 +53,25 @@ def test_offline_mode_is_not_a_network_that_is_down() -> None:
 
 def test_anything_else_is_quoted_with_its_kind() -> None:
     assert reason(ValueError("two\nlines")) == "ValueError: two lines" and reason(KeyError()) == "KeyError: KeyError"
+
+
+def test_a_hub_drafter_is_checked_by_its_small_files_before_any_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def snapshot(name: str, revision: str | None = None, allow_patterns: tuple[str, ...] = ()) -> str:
+        asked.append((name, tuple(allow_patterns)))
+        (tmp_path / "config.json").write_text((FAMILY / "dflash" / "config.json").read_text())
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    given = {"method": "dflash", "path": "org/head"}
+    with pytest.raises(ConfigError) as error:
+        specgen.generate("def", draft=given | {"num_steps": 5})
+    assert str(error.value) == f"draft.num_steps=5: {tmp_path} drafts blocks of 5, so at most 4 tokens a step"
+    assert asked == [("org/head", SMALL_FILES)]
+    check_hub(Config(draft=DraftConfig(**given, num_steps=4)))
 
 
 NOWHERE = """
