@@ -70,7 +70,9 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     """
     global _last
     device = resolve_device(model.device)
-    key, path = repr((asdict(model), str(device))), target_path(model)
+    path = target_path(model)
+    folder = Path(path).expanduser()  # told from another by where it is, whatever the working directory was
+    key = repr((asdict(model), str(folder.absolute()) if folder.is_dir() else path, str(device)))
     if _last is not None and _last.key == key:
         before_weights(_last.tokenizer)
         log.info("target: %s is still loaded from the job before", path)
