@@ -7,7 +7,7 @@ disk, no signal is taken over and torch's threads stay as the caller set them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from os import PathLike, fspath
@@ -17,12 +17,11 @@ from typing import Any
 from specgen.config import GROUPS, Config
 from specgen.data.prompts import PromptReader
 from specgen.data.sampling import ROW_KEYS, params_from_config, row_params
-from specgen.draft.load import check_draft_files
 from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
-from specgen.loading import Loaded, load, make_engine, on_device, resolve_device, with_model_defaults
+from specgen.loading import Loaded, check_hub, load, make_engine, on_device, resolve_device, with_model_defaults
 from specgen.schema import SELECTORS, build, shown
-from specgen.types import Completion
+from specgen.types import Completion, Prompt
 from specgen.validate import validate
 
 __all__ = ["Engine", "generate"]
@@ -68,25 +67,29 @@ def generate(
     config = config_of(model=model, draft=draft, sampling=sampling, engine=engine, data=data)
     if not rows:
         return []
-    check_draft_files(config.draft, config.model)
     with on_device(resolve_device(config.model.device)):
         return _generate(config, rows, on_error)
 
 
 def _generate(config: Config, rows: list[dict[str, Any]], on_error: str) -> list[Completion]:
     loaded = load(config.model)
-    read = list(_reader(config, loaded).read(rows))
+    read = list(reader(config, loaded).read(rows))
     if on_error == "raise":
         for prompt in read:
             _raise(prompt.error)
-    with closing(make_engine(config, loaded)) as inner:
-        job = Job(inner, config, loaded.tokenizer, params_from_config(config.sampling))
-        found: dict[tuple[int, int], Completion] = {}
-        for completion in job.run(iter(read)):
+    found: dict[tuple[int, int], Completion] = {}
+    with closing(completed(config, loaded, read)) as ended:
+        for completion in ended:
             if on_error == "raise":
                 _raise(completion.error)
             found[completion.index, completion.sample] = completion
     return [found[key] for key in sorted(found)]
+
+
+def completed(config: Config, loaded: Loaded, prompts: Iterable[Prompt]) -> Generator[Completion]:
+    """Completions of read prompts in the order in which they end, on an engine of their own."""
+    with closing(make_engine(config, loaded)) as engine:
+        yield from Job(engine, config, loaded.tokenizer, params_from_config(config.sampling)).run(iter(prompts))
 
 
 class Engine:
@@ -109,14 +112,13 @@ class Engine:
         if "on_duplicate_id" in (given.get("data") or {}):
             raise ConfigError("data.on_duplicate_id: an Engine only minds ids that are running; leave it out")
         self._config = config_of(**given)
-        check_draft_files(self._config.draft, self._config.model)
         self._device = resolve_device(self._config.model.device)
         with on_device(self._device):
             self._loaded = load(self._config.model)
             self._inner = make_engine(self._config, self._loaded)
         self._job_params = params_from_config(self._config.sampling, self._loaded.vocab_size)
         self._job = Job(self._inner, self._config, self._loaded.tokenizer, self._job_params)
-        self._reader = _reader(self._config, self._loaded, remember_ids=False)
+        self._reader = reader(self._config, self._loaded, remember_ids=False)
         self._ids: dict[str | int, int] = {}  # id -> index, of what is unfinished
         self._left: dict[int, int] = {}  # index -> samples that have not come back
         self._closed = False
@@ -232,10 +234,13 @@ def config_of(
     for name in sections["data"]:
         if name not in ROW_READING:
             raise ConfigError(f"data.{name}: rows are given in Python; of data.* only {', '.join(ROW_READING)} apply")
+    if "stuck_after_s" in sections["engine"]:
+        raise ConfigError("engine.stuck_after_s: ends a job of the command line, and a Python process is not specgen's to end; leave it out")
     config = build(sections)
     given = [f"{section}.{name}" for section, values in sections.items() for name in values if f"{section}.{name}" not in SELECTORS]
     # Rows in memory have no file to look at: for the checks they are like random ones.
     validate(replace(config, data=replace(config.data, source="random")), given)
+    check_hub(config)
     return with_model_defaults(config, given)
 
 
@@ -257,7 +262,8 @@ def _model_section(model: Any) -> dict[str, Any]:
     return section if "source" in section else section | {"source": "hf" if section.get("path") else "embedded"}
 
 
-def _reader(config: Config, loaded: Loaded, remember_ids: bool = True) -> PromptReader:
+def reader(config: Config, loaded: Loaded, remember_ids: bool = True) -> PromptReader:
+    """Reads rows given in memory for a loaded target."""
     target, tokenizer = loaded.target, loaded.tokenizer
     return PromptReader(
         config.data, config.sampling, tokenizer, max_length=target.max_length, vocab_size=loaded.vocab_size, remember_ids=remember_ids

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from specgen import __version__, folders, resuming
-from specgen.compose import composer, enter_hydra, folder_asked_for, options, searchpath_of, sweep_jobs, to_config
+from specgen import __version__, folders, resuming, stuck
+from specgen.compose import composer, enter_hydra, folder_asked_for, options, reworded, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
 from specgen.errors import ConfigError, SpecgenError
 from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line, say
@@ -36,6 +36,7 @@ FLAGS = (("--help", "-h"), ("--version",), ("--hydra-help",), ("--resolve",), ("
 
 def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> int:
     """Run the command line and return the exit code. An error of the user is one line on stderr (``SPECGEN_DEBUG=1`` adds the traceback)."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are no news to the user; what fails is one line of ours
     with _terminable():
         try:
             return _dispatch(list(sys.argv[1:] if argv is None else argv), runner or Specgen())
@@ -104,7 +105,7 @@ def _dispatch(argv: list[str], runner: Runner) -> int:
     if any(text.startswith("merge=") for text in args.overrides):
         return resuming.merge(args.overrides, runner)
     path = searchpath_of(args.config_dir, args.overrides)
-    overrides = parse(args.overrides, lambda group: options(group, path))
+    overrides = [o for o in parse(args.overrides, lambda group: options(group, path)) if o.key != "hydra.searchpath"]
     if any(o.key == "resume" for o in overrides) and not args.cfg:
         return _resume(overrides, args.multirun, runner)
     plan = Plan.read(overrides, args.multirun, path)
@@ -139,7 +140,11 @@ class Plan:
         own = [f"hydra.searchpath=[{','.join(quoted(root) for root in path)}]"] if path else []
         with composer() as compose:
             base = compose([*own, *(o.text for o in overrides if not o.swept)])
-        multirun = multirun or str(base.hydra.mode).endswith("MULTIRUN")
+        with reworded():
+            mode, verbose = str(base.hydra.mode), base.hydra.verbose
+        if not isinstance(verbose, bool):
+            raise ConfigError("hydra.verbose: must be true or false")
+        multirun = multirun or mode.endswith("MULTIRUN")
         if multirun:  # what a file says is swept, unless the command line says otherwise
             given = {o.key for o in overrides}
             filed = [f"{key}={value}" for key, value in (base.hydra.sweeper.get("params") or {}).items() if key not in given]
@@ -187,16 +192,29 @@ class Plan:
         folder, _ = folders.claim(folder_asked_for(self.base, to_config(self.base, [])))
         shown = [_of_job(job) for job in jobs]
         outcomes = [Outcome(folder / name, job) for name, job in zip(folders.job_names(shown), shown, strict=True)]
-        try:
-            _run_all(settings, folder, outcomes, runner)
-        finally:
+
+        def finish() -> int:
             for outcome in outcomes:
                 if outcome.exit_code is None:
                     outcome.error = "not run"
             runner.write_sweep(folder, [outcome.row(folder) for outcome in outcomes])
             _list_failures(outcomes)
-        codes = {1 if outcome.exit_code is None else outcome.exit_code for outcome in outcomes}
-        return next((code for code in (1, 2, 3) if code in codes), 0)
+            codes = {1 if outcome.exit_code is None else outcome.exit_code for outcome in outcomes}
+            return next((code for code in (1, 2, 3) if code in codes), 0)
+
+        def stuck_job(error: str) -> int:
+            running = next(outcome for outcome in outcomes if outcome.exit_code is None)
+            running.exit_code, running.error = stuck.EXIT_CODE, error
+            finish()
+            return 1 if any(outcome.exit_code == 1 for outcome in outcomes) else stuck.EXIT_CODE
+
+        stuck.last_word = stuck_job
+        try:
+            _run_all(settings, folder, outcomes, runner)
+        finally:
+            stuck.last_word = None
+            code = finish()
+        return code
 
 
 def _run_all(settings: list[str], folder: Path, outcomes: list[Outcome], runner: Runner) -> None:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from specgen.config import GROUPS, PATH_KEYS, Config
 from specgen.errors import ConfigError
-from specgen.overrides import shipped_options, unescape_composed
+from specgen.overrides import read_value, shipped_options, unescape_composed
+from specgen.reworded import explain
 from specgen.schema import build
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def composer() -> Iterator[Callable[[Sequence[str]], DictConfig]]:
 @contextmanager
 def reworded() -> Iterator[None]:
     """Errors of Hydra and OmegaConf as a ConfigError of one line that names the key."""
+    import yaml
     from hydra.errors import HydraException
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -49,11 +51,8 @@ def reworded() -> Iterator[None]:
         yield
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key} has no value; set it: {error.full_key}=VALUE") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        first = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        key = getattr(cause, "full_key", None)
-        raise ConfigError(f"{key}: {first}" if key and key not in first.split() else first) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(explain(error)) from error
 
 
 def to_config(cfg: DictConfig, overrides: Sequence[str]) -> Config:
@@ -66,6 +65,8 @@ def to_config(cfg: DictConfig, overrides: Sequence[str]) -> Config:
             del cfg["hydra"]
     with reworded():
         mapping: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    if "experiment" in mapping:
+        raise ConfigError("the file of +experiment=NAME must begin with the line `# @package _global_` and hold a mapping of keys")
     unescape_composed(mapping, overrides)
     for key in PATH_KEYS:
         section, _, name = key.partition(".")
@@ -94,15 +95,25 @@ def sweep_jobs(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def searchpath_of(config_dir: str | None, arguments: Sequence[str]) -> list[str]:
-    """``--config-dir`` as Hydra's search path. Raises ConfigError for a folder that is not there."""
-    if config_dir is None:
-        return []
-    folder = Path(config_dir).absolute()
+    """``--config-dir``, or the folders of ``hydra.searchpath``, as Hydra's search path. Raises ConfigError for a folder that is not there."""
+    key = "hydra.searchpath"
+    value = next((text.partition("=")[2] for text in arguments if text.lstrip("+").startswith(f"{key}=")), None)
+    if config_dir is not None and value is not None:
+        raise ConfigError(f"--config-dir and {key} say the same; give one")
+    if value is None:
+        return [] if config_dir is None else [_searched(f"--config-dir {config_dir}", config_dir)]
+    folders = read_value(key, value)
+    folders = [getattr(item, "text", item) for item in folders] if isinstance(folders, list) else [folders]
+    if not all(isinstance(item, str) for item in folders):
+        raise ConfigError(f"{key}={value}: must be a list of folders, such as [DIR]; --config-dir DIR gives one")
+    return [item if item.startswith("pkg://") else _searched(f"{key}={value}", item.removeprefix("file://")) for item in folders]
+
+
+def _searched(given: str, name: str) -> str:
+    folder = Path(name).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
-    if any(text.startswith("hydra.searchpath=") for text in arguments):
-        raise ConfigError("--config-dir and hydra.searchpath say the same; give one")
-    return [f"file://{folder}"]
+        raise ConfigError(f"{given}: no such folder" + ("" if given.endswith(name) else f" as {name}"))
+    return f"file://{folder}"
 
 
 def options(group: str, searchpath: Sequence[str]) -> list[str]:

@@ -115,6 +115,7 @@ class EngineConfig:
     cuda_graphs: str = "auto"
     deterministic: bool = False
     check_indices: bool = False
+    stuck_after_s: float = 120.0
 
 
 @dataclass
@@ -196,7 +197,7 @@ RANGES: dict[str, Range] = {
     "model.max_length": Range(2),
     "draft.topk": Range(1, 1024),
     "draft.num_steps": Range(1, 1024),
-    "draft.num_draft_tokens": Range(2, 1024),
+    "draft.num_draft_tokens": Range(2, 1025),
     "draft.simulate_acceptance_length": Range(1),
     "data.limit": Range(1),
     "data.rows": Range(1),
@@ -208,6 +209,7 @@ RANGES: dict[str, Range] = {
     "engine.memory_fraction": Range(0, 1, above=True),
     "engine.kv_memory_gb": Range(0, above=True),
     "engine.prefill_tokens": Range(1),
+    "engine.stuck_after_s": Range(0),
     "output.fsync_seconds": Range(0),
     "verify_lossless": Range(0),
 }

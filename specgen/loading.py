@@ -12,22 +12,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from specgen.checkpoint_files import check_model
 from specgen.config import Config, DataConfig, ModelConfig, SamplingConfig
 from specgen.data.prompts import load_prompts
 from specgen.data.sampling import params_from_config
 from specgen.data.tasks.base import Task
 from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.draft.load import FAMILY, load_drafter
+from specgen.draft.mtp_layouts import check_modules
 from specgen.engine.engine import Engine
 from specgen.grammar_text import rules_of
 from specgen.models.generation import sampling_defaults
 from specgen.models.loader import load_target, local_folder
 from specgen.models.target import Target
 from specgen.types import Prompt
+from specgen.validate import check_draft_files
 
 log = logging.getLogger("specgen")
 
@@ -76,7 +80,9 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     """
     global _last
     device = resolve_device(model.device)
-    key, path = repr((asdict(model), str(device))), target_path(model)
+    path = target_path(model)
+    folder = Path(path).expanduser()  # told from another by where it is, whatever the working directory was
+    key = repr((asdict(model), str(folder.absolute()) if folder.is_dir() else path, str(device)))
     if _last is not None and _last.key == key:
         before_weights(_last.tokenizer)
         _last.load_s = 0.0
@@ -84,7 +90,7 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
         return _last
     _last = None
     start = time.perf_counter()
-    tokenizer = load_tokenizer(path, revision=model.revision, trust_remote_code=model.trust_remote_code) if has_tokenizer(path) else None
+    tokenizer = tokenizer_of(model)
     before_weights(tokenizer)
     dtype = model.dtype
     if dtype == "auto" and device.type == "cpu":
@@ -95,6 +101,24 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     log.info("a row ends at token ids %s", list(target.eos_ids))
     _last = Loaded(key, target, tokenizer, load_s)
     return _last
+
+
+def tokenizer_of(model: ModelConfig) -> Any | None:
+    """The target's tokenizer; None where it has none. Of a hub repository only small files are fetched."""
+    folder = str(local_folder(target_path(model), model.revision, weights=False, code=model.trust_remote_code))
+    return load_tokenizer(folder, trust_remote_code=model.trust_remote_code) if has_tokenizer(folder) else None
+
+
+def check_hub(config: Config) -> None:
+    """What ``validate`` checks of local checkpoints, for those of the hub: their small files are fetched and no weight. Raises as it does."""
+    model, draft = config.model, config.draft
+    if model.source == "hf" and not Path(str(model.path)).expanduser().is_dir():
+        folder = local_folder(str(model.path), model.revision, weights=False, code=model.trust_remote_code)
+        check_model(folder, weights=False, tokenizer=lambda: False)
+        if draft.method == "mtp":
+            check_modules(folder, draft.num_steps)
+    if draft.path is not None and not Path(draft.path).expanduser().is_dir():
+        check_draft_files(draft, local_folder(draft.path, weights=False), weights=False)
 
 
 def with_model_defaults(config: Config, given: Iterable[str]) -> Config:

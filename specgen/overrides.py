@@ -22,6 +22,7 @@ from specgen.validate import SUFFIXES, data_source_for
 TEXT_LISTS = frozenset(key for key in KEYS if is_list(key) and "str" in str(KEYS[key]))
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.job.chdir", "hydra.verbose", "hydra.mode", "hydra.searchpath")
 HYDRA_PREFIXES = ("hydra.job.env_set.",)
+HYDRA_CHOICES = {"hydra.job.chdir": ("true", "false"), "hydra.verbose": ("true", "false"), "hydra.mode": ("RUN", "MULTIRUN")}
 FOLDER_KEYS = ("hydra.run.dir", "hydra.sweep.dir")  # both mean output.dir
 NULL_HINTS = {"draft": "draft=none", "task": "task=none", "model": "model=embedded", "data": "data=embedded"}
 
@@ -100,6 +101,8 @@ def _check_key(key: str) -> None:
 
 def _normalised(override: Override, options: Callable[[str], Iterable[str]]) -> Override:
     key, value = override.key, override.value
+    if key in HYDRA_CHOICES and not {value, value.lower()} & set(HYDRA_CHOICES[key]):
+        raise ConfigError(f"{key}={value}: must be one of {', '.join(HYDRA_CHOICES[key])}")
     parsed = read_value(key, value)
     if key in GROUPS or key == "experiment":
         elements = split_elements(value)

@@ -49,12 +49,13 @@ def run_record(config: Config, data: DataConfig, device: torch.device) -> dict[s
 
     ``data`` is where rows come from, which a task may have decided.
     """
+    read = input_fingerprint(data)  # first: a data set that is not there costs no download of a model
     return {
         **environment(device),
         "config": config_record(config),
         "config_hash": config_hash(config),
         "models": _models(config),
-        "input": input_fingerprint(data),
+        "input": read,
         "chat_template": _template(data.chat_template),
         "grammar": fingerprint(config.sampling.grammar),
     }

@@ -5,14 +5,15 @@ Boundary: draws rows and rebuilds their requests; ``engine.lossless`` replays an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
 from specgen.config import Config, DataConfig
 from specgen.data.prompts import next_turn
 from specgen.data.tasks.base import Task
+from specgen.engine.engine import Engine
 from specgen.engine.lossless import Turn, check_rows, draw_rows
 from specgen.job import without_draft
 from specgen.loading import Loaded, make_engine, prompts_of
@@ -22,18 +23,27 @@ Row = Mapping[str, Any]
 
 
 def verify_lossless(
-    config: Config, data: DataConfig, loaded: Loaded, task: Task | None, rows: Iterable[Row], *, nodes: int, batch: int
+    config: Config,
+    data: DataConfig,
+    loaded: Loaded,
+    task: Task | None,
+    rows: Iterable[Row],
+    *,
+    nodes: int,
+    batch: int,
+    watched: Callable[[Engine], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Any]:
     """``stats.lossless``: ``config.verify_lossless`` of the finished ``rows``, drawn by the job's seed, replayed one at a time without a draft.
 
-    nodes, batch: draft nodes and rows of the run's verify steps. The run's own engine must be closed: the replay takes memory for one row.
+    nodes, batch: draft nodes and rows of the run's verify steps. ``watched`` is entered with the replaying engine. The run's own engine must be
+    closed: the replay takes memory for one row.
     """
     found = {(row["index"], row["sample"]): row for row in rows if row["finish_reason"] != "error"}
     wanted = {key: found[key] for key in draw_rows(list(found), config.verify_lossless, config.sampling.seed)}
     plain = without_draft(config)
     plain = replace(plain, data=data, engine=replace(config.engine, max_batch=1, overlap="0", cuda_graphs="off"))
     turns = list(_turns(plain, data, loaded, task, wanted))
-    with closing(make_engine(plain, loaded)) as engine:
+    with closing(make_engine(plain, loaded)) as engine, watched(engine):
         return check_rows(turns, engine, nodes=nodes, batch=batch)
 
 

@@ -16,19 +16,30 @@ from typing import Any
 
 from tqdm import tqdm
 
+from specgen import stuck
 from specgen.config import Config, DataConfig
 from specgen.data.chat import describe_chat
 from specgen.data.prompts import check_first_row
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import count_rows
 from specgen.data.tasks.base import NO_GROUP, Task, load_task, score_run, score_text
-from specgen.draft.load import check_draft_files
 from specgen.engine.engine import Engine
+from specgen.engine.watch import OnStuck, Watch
 from specgen.errors import ConfigError
 from specgen.grammar_text import rules_of
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
-from specgen.loading import Loaded, choose_threads, load, make_engine, on_device, prompts_of, resolve_device, with_model_defaults
+from specgen.loading import (
+    Loaded,
+    check_hub,
+    choose_threads,
+    load,
+    make_engine,
+    on_device,
+    prompts_of,
+    resolve_device,
+    with_model_defaults,
+)
 from specgen.models.target import Target
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
@@ -53,6 +64,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     """Run one job into ``folder``; returns the exit code (0 all rows done, 3 some are errors, 128 + n after signal n). User errors are raised as
     SpecgenError; whatever ends the run, every finished row is on the disk and the folder can be resumed."""
     started = _start_of_job()
+    check_hub(config)
     config = with_model_defaults(config, _set_by_user(folder, overrides, resume))
     task = load_task(config.task)
     _check_task(config, task)
@@ -61,7 +73,6 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         earlier = earlier_record(folder) if resume else None
         data = pinned(config.data if task is None else task.data_config(config.data), earlier)
         choose_threads(device)
-        check_draft_files(config.draft, config.model)
         record = run_record(config, data, device)
         if earlier is not None:
             refuse_changes(earlier, record, folder)
@@ -73,7 +84,8 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
             if earlier is not None and earlier.get("dtype") not in (None, record["dtype"]):
                 log.warning("the run was started in %s and goes on in %s: set model.dtype to keep one", earlier["dtype"], record["dtype"])
             write_json(folder / ENVIRONMENT_NAME, record)
-            run = _Run(config, data, task, loaded, writer, signals)
+            on_stuck = stuck.ender(folder, writer, lock, config.engine.stuck_after_s)
+            run = _Run(config, data, task, loaded, writer, signals, on_stuck)
             figures = run.generate(started)
         append_attempt(folder, {"attempt": attempt, **figures})
         if config.verify_lossless and not run.incomplete and signals.caught is None:
@@ -154,8 +166,11 @@ def _resumed(writer: RunWriter) -> tuple[int, int, int]:
 class _Run:
     """One start of a job: its rows, its timings, its statistics."""
 
-    def __init__(self, config: Config, data: DataConfig, task: Task | None, loaded: Loaded, writer: RunWriter, signals: Signals) -> None:
+    def __init__(
+        self, config: Config, data: DataConfig, task: Task | None, loaded: Loaded, writer: RunWriter, signals: Signals, on_stuck: OnStuck
+    ) -> None:
         self.config, self.data, self.task, self.loaded, self.writer, self.signals = config, data, task, loaded, writer, signals
+        self._on_stuck = on_stuck
         self.stopped_by: str | None = None  # the row error that ended the run under data.on_error=stop
         self.incomplete = False  # rows of the input are missing
         self.num_steps = self.num_draft_tokens = self.max_batch = 0
@@ -163,7 +178,7 @@ class _Run:
 
     def generate(self, started: float) -> dict[str, Any]:
         """Generate and write every row that an earlier start did not; returns what the attempts file says of it. ``started``: of the job."""
-        with closing(make_engine(self.config, self.loaded)) as engine:
+        with closing(make_engine(self.config, self.loaded)) as engine, self._watched(engine):
             start_s = time.perf_counter() - started
             self.num_steps, self.num_draft_tokens, self.max_batch = engine.num_steps, engine.drafter.num_draft_tokens, engine.max_batch
             self.signals.arm()
@@ -196,6 +211,9 @@ class _Run:
                         self.stopped_by = completion.error["message"]
         return job
 
+    def _watched(self, engine: Engine) -> Watch:
+        return Watch(engine, self.config.engine.stuck_after_s, self._on_stuck)
+
     def _skip(self, prompt: Prompt, sample: int) -> bool:
         if (prompt.index, sample) not in self.writer.finished:
             return False
@@ -220,7 +238,7 @@ class _Run:
         log.info("baseline: the same prompts without a draft")
         plain = replace(without_draft(self.config), data=self.data)
         finished = self.writer.finished
-        with closing(make_engine(plain, self.loaded)) as engine:
+        with closing(make_engine(plain, self.loaded)) as engine, self._watched(engine):
             job = Job(engine, plain, self.loaded.tokenizer, params_from_config(plain.sampling))
             prompts = prompts_of(plain, self.data, self.loaded, self.task)
             for _ in job.run(prompts, lambda prompt, sample: (prompt.index, sample) in finished, lambda: self.signals.caught is not None):
@@ -231,8 +249,8 @@ class _Run:
     def lossless(self, folder: Path) -> dict[str, Any]:
         """Some finished rows replayed without a draft and compared; a row that differs by more than a tie makes the run exit with 1."""
         log.info("lossless check: %d rows again, one at a time, without a draft", self.config.verify_lossless)
-        shape = {"nodes": self.num_draft_tokens, "batch": self.max_batch}
-        return verify_lossless(self.config, self.data, self.loaded, self.task, load_rows(folder), **shape)
+        nodes, batch = self.num_draft_tokens, self.max_batch
+        return verify_lossless(self.config, self.data, self.loaded, self.task, load_rows(folder), nodes=nodes, batch=batch, watched=self._watched)
 
     def stats(self, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         """The whole of stats.json, from the rows on the disk; timings are those of the last start that wrote a row."""

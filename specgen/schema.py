@@ -56,10 +56,37 @@ def dict_key_of(key: str) -> str | None:
     return head if head != key and head in KEYS and typing.get_origin(KEYS[head]) is dict else None
 
 
+def form_of(key: str) -> str:
+    """What a key's value must be, as an error line says it."""
+    kind, _ = _plain(KEYS[key])
+    if typing.get_origin(kind) is dict:
+        return f"must be a mapping, such as {'{50: -3.5}' if typing.get_args(kind)[1] is float else '{name: value}'}"
+    if typing.get_origin(kind) is list:
+        return "must be a list of whole numbers, such as [5,7]" if typing.get_args(kind)[0] is int else 'must be a list of texts, such as ["a","b"]'
+    return _scalar_form(kind)
+
+
+def _scalar_form(kind: Any) -> str:
+    forms = {bool: "true or false", int: "a whole number", float: "a number", str: "one text, not a list or mapping"}
+    return f"must be {forms[kind]}"
+
+
 def shown(value: Any) -> str:
-    """A value for an error line, cut when it is long."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """A value for an error line, as the command line writes it, cut when it is long."""
+    text = _shown(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(_shown(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_shown(name)}:{_shown(item)}' for name, item in value.items())}}}"
+    return str(value)
 
 
 def build(mapping: Mapping[str, Any], *, complete: bool = False) -> Config:
@@ -74,14 +101,14 @@ def build(mapping: Mapping[str, Any], *, complete: bool = False) -> Config:
         if not isinstance(given, Mapping):
             raise ConfigError(f"{section}={shown(given)}: must be a mapping of keys")
         if complete and section not in mapping:
-            raise ConfigError(f"{section} has been removed from the configuration; every section is needed")
+            raise ConfigError(f"{section} is missing from the configuration; a file of your own must leave every section in it")
         _refuse_unknown(given, typing.get_type_hints(cls), section)
         values[section] = cls(**_section(section, cls, given, complete))
     for name in _HINTS:
         if name not in SECTIONS and name in mapping:
             values[name] = convert(name, mapping[name])
         elif name not in SECTIONS and complete:
-            raise ConfigError(f"{name} has been removed from the configuration; set it instead")
+            raise ConfigError(f"{name} is missing from the configuration; set it: {name}=VALUE")
     return Config(**values)
 
 
@@ -95,7 +122,8 @@ def _section(section: str, cls: type, given: Mapping[str, Any], complete: bool) 
         if item.name in given:
             found[item.name] = convert(key, given[item.name])
         elif complete:
-            raise ConfigError(f"{key} has been removed from the configuration; set it instead")
+            instead = "; a file of your own for the group begins with `defaults: [base]`" if section in GROUPS else f"; set it: {key}=VALUE"
+            raise ConfigError(f"{key} is missing from the configuration{instead}")
     return found
 
 
@@ -136,8 +164,7 @@ def _scalar(key: str, value: Any, kind: Any) -> Any:
         return value
     if kind is str and not isinstance(value, (list, dict)):
         raise ConfigError(f'{key}={shown(value)}: must be text; write it in quotes in the file: "{shown(value)}"')
-    wanted = {bool: "must be true or false", int: "must be a whole number", float: "must be a number", str: "must be one text, not a list or mapping"}
-    raise ConfigError(f"{key}={shown(value)}: {wanted[kind]}")
+    raise ConfigError(f"{key}={shown(value)}: {_scalar_form(kind)}")
 
 
 def _choice(key: str, value: Any) -> str:
@@ -153,14 +180,18 @@ def _choice(key: str, value: Any) -> str:
 def _list(key: str, value: Any, kind: Any) -> list[Any]:
     if value is None:
         return []
+    if isinstance(value, Mapping):
+        raise ConfigError(f"{key}={shown(value)}: {form_of(key)}")
     items = [value] if not isinstance(value, (list, tuple)) else list(value)
     for item in items:
+        if kind is str and isinstance(item, (list, dict)):
+            raise ConfigError(f"{key}={shown(value)}: {form_of(key)}")
         if kind is str and not isinstance(item, str):
             raise ConfigError(f"{key}={shown(value)}: {shown(item)} must be text; write it in quotes")
         if kind is str and item == "":
             raise ConfigError(f"{key}={shown(value)}: holds an empty text")
         if kind is int and (isinstance(item, bool) or not isinstance(item, int)):
-            raise ConfigError(f"{key}={shown(value)}: must be a list of whole numbers, such as [5,7]")
+            raise ConfigError(f"{key}={shown(value)}: {form_of(key)}")
     return items
 
 
@@ -168,7 +199,7 @@ def _mapping(key: str, value: Any, kind: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}={shown(value)}: must be a mapping, such as {'{50: -3.5}' if kind is float else '{name: value}'}")
+        raise ConfigError(f"{key}={shown(value)}: {form_of(key)}")
     found: dict[str, Any] = {}
     for name, item in value.items():
         if kind is float:

@@ -17,7 +17,7 @@ from specgen.config import GROUPS, RANGES, Config, DraftConfig, max_draft_tokens
 from specgen.data.files import input_files
 from specgen.data.sampling import params_from_config
 from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
-from specgen.draft.checkpoints import check_kind
+from specgen.draft.checkpoints import check_kind, check_steps
 from specgen.draft.mtp_layouts import check_modules
 from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
 from specgen.grammar_text import compiled, split_form
@@ -32,6 +32,7 @@ NEEDS_PATH = ("draft_model", "eagle", "eagle3", "dflash")  # drafters with weigh
 CHAIN_ONLY = ("ngram", "dflash")
 TREE_WINDOW = 256  # nodes that attention's ancestor masks can name
 RANDOM_WEIGHTS = ("draft_model", "eagle", "eagle3")  # drafters that draft.load_format=dummy can make
+FAMILY = Path(__file__).parent / "embedded" / "family"
 DRAFT_CHECKS: list[Callable[[str, Path], None]] = [check_kind]  # (method, folder): a local drafter's files against its method
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -261,9 +262,18 @@ def check_local(config: Config) -> None:
     if draft.path is not None:
         folder = local_folder("draft", draft.path, None)
         if folder is not None:
-            checkpoint_files.check_draft(folder, weights=draft.load_format == "auto")
-            for check in DRAFT_CHECKS:
-                check(draft.method, folder)
+            check_draft_files(draft, folder, weights=draft.load_format == "auto")
+    elif draft.method == "dflash" and model.source == "embedded":
+        check_steps(draft.num_steps, FAMILY / "dflash")
+
+
+def check_draft_files(draft: DraftConfig, folder: Path, *, weights: bool) -> None:
+    """A drafter's folder against the configuration. ``weights``: they are there, whole, and of the method's kind."""
+    checkpoint_files.check_draft(folder, weights=weights)
+    for check in DRAFT_CHECKS:
+        check(draft.method, folder)
+    if draft.method == "dflash":
+        check_steps(draft.num_steps, folder)
 
 
 def local_folder(group: str, path: str, revision: str | None) -> Path | None:

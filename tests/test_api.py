@@ -149,6 +149,17 @@ def test_the_target_stays_loaded_between_calls(monkeypatch: pytest.MonkeyPatch) 
     assert toy("w30", draft="none")[0].token_ids == CYCLE
 
 
+def test_a_relative_path_is_another_model_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name in (("a", "target"), ("b", "target_tied")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "model").symlink_to(toy_folder() / name)
+    found = []
+    for place in ("a", "b"):
+        monkeypatch.chdir(tmp_path / place)
+        found.append(toy("w10", model="model", draft="none")[0].token_ids)
+    assert found == [END, [10] * 5]
+
+
 # -- Engine -----------------------------------------------------------------------------------------------------------------------------------
 
 SETTINGS = {"model": TARGET, "draft": DRAFT, "sampling": {"max_tokens": 5}, "engine": {"max_batch": 4}}

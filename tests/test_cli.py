@@ -392,7 +392,7 @@ def test_an_equals_sign_in_a_path_works_quoted_and_escaped(tmp_path: Path) -> No
         ("data.path=a,b", "data.path=a,b has several values: add -m for a sweep, or quote the text: \"data.path='a,b'\""),
         (r"sampling.stop='\u12'", r"sampling.stop: \u in '\\u12' is not a character; write \u and four hexadecimal digits, or \\u for the text"),
         ("sampling.stop=['']", "sampling.stop='': holds an empty text"),
-        ("output.dir=${nowhere.dir}", "output.dir: Interpolation key 'nowhere.dir' not found"),
+        ("output.dir=${nowhere.dir}", "output.dir refers to ${nowhere.dir}, and there is no such key: python -m specgen --help lists all keys"),
         ("resume=nowhere", "resume=nowhere is not a run folder: it has no .hydra/config.yaml"),
         ("merge=a output.dir=b", "merge= needs at least two run folders and a new one: merge=DIR,DIR output.dir=DIR"),
         ("merge=a,b output.dir=c", "merge: a is not a folder"),
@@ -435,7 +435,7 @@ def test_an_interpolation_names_both_keys(capsys: pytest.CaptureFixture[str]) ->
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text("# @package _global_\noutput:\n  dir: ${nowhere.dir}\n")
     message = refused(capsys, "--config-dir", "mine", "+experiment=x")
-    assert message == "output.dir: Interpolation key 'nowhere.dir' not found"
+    assert message == "output.dir refers to ${nowhere.dir}, and there is no such key: python -m specgen --help lists all keys"
 
 
 def test_a_users_own_group_file_is_found() -> None:

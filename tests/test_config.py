@@ -95,7 +95,7 @@ def test_every_number_has_a_range() -> None:
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature=hot: must be a number"),
         ({"sampling": {"temperature": float("nan")}}, "sampling.temperature=nan: must be a finite number"),
         ({"sampling": {"ignore_eos": 1}}, "sampling.ignore_eos=1: must be true or false"),
-        ({"sampling": {"stop": ["a", 5]}}, "sampling.stop=['a', 5]: 5 must be text; write it in quotes"),
+        ({"sampling": {"stop": ["a", 5]}}, "sampling.stop=[a,5]: 5 must be text; write it in quotes"),
         ({"sampling": {"logit_bias": {"x": 1.0}}}, "sampling.logit_bias: x is not a token id"),
         ({"sampling": {"logit_bias": [1]}}, "sampling.logit_bias=[1]: must be a mapping, such as {50: -3.5}"),
         ({"sampling": 3}, "sampling=3: must be a mapping of keys"),
@@ -123,9 +123,9 @@ def test_values_take_the_type_of_their_key() -> None:
 def test_a_missing_key_or_section_is_refused_when_the_mapping_is_composed() -> None:
     whole = asdict(Config())
     for key, text in (
-        (("sampling", "top_p"), "sampling.top_p has been removed"),
-        (("engine",), "engine has been removed"),
-        (("baseline",), "baseline has"),
+        (("sampling", "top_p"), "sampling.top_p is missing from the configuration; set it: sampling.top_p=VALUE"),
+        (("engine",), "engine is missing from the configuration; a file of your own must leave every section in it"),
+        (("baseline",), "^baseline is missing from the configuration; set it: baseline=VALUE$"),
     ):
         mapping = {name: dict(value) if isinstance(value, dict) else value for name, value in whole.items()}
         inner = mapping if len(key) == 1 else mapping[key[0]]
@@ -367,6 +367,19 @@ def test_a_drafter_of_another_kind_is_refused_by_its_files(checkpoint: Path, mon
     monkeypatch.setattr(validate, "DRAFT_CHECKS", [lambda method, folder: seen.append((method, folder))])
     validate.validate(composed("draft=eagle3", f"draft.path='{checkpoint}'"))
     assert seen == [("eagle3", checkpoint)]
+
+
+def test_a_draft_longer_than_a_dflash_block_is_refused_by_its_config() -> None:
+    own = validate.FAMILY / "dflash"
+    for words in (["draft=dflash"], ["draft=dflash", f"draft.path='{own}'"]):
+        validate.validate(composed(*words))
+        with pytest.raises(ConfigError) as error:
+            validate.validate(composed(*words, "draft.num_steps=5"))
+        assert str(error.value) == f"draft.num_steps=5: {own} drafts blocks of 5, so at most 4 tokens a step"
+
+
+def test_the_longest_chain_may_be_named_by_its_nodes() -> None:
+    validate.check_values(composed("draft=ngram", "draft.num_steps=1024", "draft.num_draft_tokens=1025"))
 
 
 def test_an_input_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -286,14 +286,18 @@ def test_fingerprint_changes_with_size_head_and_tail(tmp_path):
 def test_a_hub_dataset_without_a_known_commit_cannot_be_read_again(monkeypatch, caplog):
     import huggingface_hub
 
-    def no_network(self, *args, **keys):
-        raise OSError("no route")
+    def answer(self, *args, **keys):
+        raise error
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
-    with caplog.at_level(logging.WARNING, "specgen.data"):
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+    error = OSError("teapot")
+    with caplog.at_level(logging.INFO, "specgen.data"):
         entry = input_fingerprint(DataConfig(source="hub", path="some/where"))
     assert (entry["revision"], entry["rereadable"]) == (None, False)
-    assert "some/where: its commit cannot be looked up (no route)" in caplog.text
+    assert "some/where: its commit cannot be looked up: OSError: teapot" in caplog.text
+    error = ConnectionError("no route")
+    with pytest.raises(DataError, match=r"^some/where: the dataset cannot be opened: the hub cannot be reached \(no route\)"):
+        input_fingerprint(DataConfig(source="hub", path="some/where"))
 
 
 def test_seen_ids_finds_every_repeat_and_nothing_else():

@@ -43,7 +43,7 @@ def commands() -> Iterator[list[str]]:
     lines = [line for page in PAGES for block in blocks(page.read_text(encoding="utf-8"), "sh") for line in block.splitlines()]
     lines += [line.lstrip("# ") for path in (ROOT / "conf" / "experiment").glob("*.yaml") for line in path.read_text(encoding="utf-8").splitlines()]
     for line in lines:
-        if line.startswith("python -m specgen"):
+        if line.split()[:3] == ["python", "-m", "specgen"]:
             yield shlex.split(line, comments=True)[3:]
 
 

@@ -89,6 +89,16 @@ class Page(HTMLParser):
 # --- the table
 
 
+def test_a_table_of_many_depths_says_how_many_it_leaves_out(tmp_path: Path) -> None:
+    stats = make_run(tmp_path, done(0))
+    depth = stats["acceptance"]["per_depth"][0]
+    for count, last, more in ((32, "32", False), (40, "32", True)):
+        stats["acceptance"]["per_depth"] = [depth | {"depth": d + 1} for d in range(count)]
+        lines = terminal_table(stats).splitlines()
+        rows = [line.split()[0] for line in lines if line.split() and line.split()[0].isdecimal() and len(line.split()) == 7]
+        assert rows[-1] == last and ("  (8 more depths are in stats.json)" in lines) == more
+
+
 def test_the_terminal_table_is_exactly_this(tmp_path: Path) -> None:
     stats = make_run(tmp_path, done(0, category="math"), done(1, category="chat"))
     assert terminal_table(stats) == (

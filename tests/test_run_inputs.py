@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import specgen
+from specgen import run
 from tests.jobs import log_of, resume, rows_of, start, stats_of, toy, write_lines
 from tests.toys import toy_folder
 
@@ -118,6 +120,18 @@ def test_numbers_that_json_lacks_become_null_everywhere() -> None:
     assert stats_of("o")["acceptance"]["draft_rate"] is None, "no draft: no rate"
 
 
+def test_log_probabilities_of_minus_infinity_are_null_and_every_line_stays_strict_json() -> None:
+    path = write_lines(Path("in.jsonl"), [{"prompt": "w10"}])
+    allowed = "sampling.allowed_token_ids=[11,12,13,14,2]"
+    (row,) = job(path, "sampling.logprobs=8", "sampling.min_tokens=5", allowed, draft="draft_perfect")
+    for name in ("generations.jsonl", "stats.json"):
+        json.loads(Path("o", name).read_text(), parse_constant=pytest.fail)
+    assert [len(entry["top"]) for entry in row["logprobs"]] == [8] * 5
+    last = row["logprobs"][4]
+    assert last["id"] != 2 and 2 not in [token for token, value in last["top"] if value is not None], "the end is not allowed before min_tokens"
+    assert sum(value is None for _, value in last["top"]) == 4, "four ids are left of eight"
+
+
 def test_equal_prompts_are_all_answered_and_a_repeated_id_is_an_error_that_names_the_first() -> None:
     assert ids(job(write_lines(Path("a.jsonl"), [{"prompt": "w10"}] * 6), out="a")) == [END] * 6
     twice = write_lines(Path("b.jsonl"), [{"id": "x", "prompt": "w10"}, {"id": "x", "prompt": "w30"}, {"id": "y", "prompt": "w40"}])
@@ -147,6 +161,41 @@ def test_short_rows_overtake_long_ones_and_every_row_comes_back_once() -> None:
     assert [(row["id"], row["output_tokens"]) for row in found] == [(f"r{i}", 40 if i % 2 else 5) for i in range(12)]
     written = [json.loads(line)["index"] for line in Path("o/generations.jsonl").read_text().splitlines()]
     assert sorted(written) == list(range(12)) != written
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_an_empty_prompt_runs_from_the_beginning_of_sequence_or_is_a_row_error(bos: bool) -> None:
+    target = Path("target")
+    shutil.copytree(toy_folder() / "target", target)
+    if not bos:
+        tokenizer = json.loads((target / "tokenizer.json").read_text())
+        tokenizer["post_processor"] = None
+        (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    path = write_lines(Path("in.jsonl"), [{"prompt": text} for text in ("w10", "", "   ", "w30")])
+    common = ["model=hf", f"model.path={target}", "draft=draft_model", f"draft.path={toy_folder() / 'draft_half'}", "sampling.max_tokens=5"]
+    assert start("o", *common, "data=jsonl", f"data.path={path}", "output.prompt_token_ids=true") == (0 if bos else 3)
+    rows = list(rows_of("o").values())
+    assert [rows[0]["token_ids"], rows[3]["token_ids"]] == [END, CYCLE]
+    if bos:
+        (plain,) = specgen.generate([[1]], model=str(target), draft="none", sampling={"max_tokens": 5})
+        assert [row["prompt_token_ids"] for row in rows] == [[1, 10], [1], [1], [1, 30]]
+        assert [row["token_ids"] for row in rows[1:3]] == [plain.token_ids] * 2 and len(plain.token_ids) > 0
+    else:
+        message = "field 'prompt': the prompt is empty and the tokenizer adds no BOS token"
+        assert [row["error"]["message"] for row in rows[1:3]] == [f"in.jsonl line {line}: {message}" for line in (2, 3)]
+
+
+def test_a_stream_stopped_inside_a_read_block_goes_on_at_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("rows").mkdir()
+    table = pa.table({"id": [f"r{i}" for i in range(5000)], "token_ids": [[1, 10 + i % 30] for i in range(5000)]})
+    pq.write_table(table, "rows/train.parquet", row_group_size=1000)
+    common = ["data=hub", "data.path=rows", "data.split=train", "sampling.max_tokens=1", "engine.max_batch=128"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_stop", lambda self: self.writer.rows >= 200)
+        assert start("o", *toy(None, check=False), *common) == 0
+    assert 200 <= len(rows_of("o")) < 1000 and not stats_of("o")["complete"]
+    assert resume("o") == 0 and stats_of("o")["complete"]
+    assert [row["id"] for row in rows_of("o").values()] == [f"r{i}" for i in range(5000)]
 
 
 # -- chat -------------------------------------------------------------------------------------------------------------------------------------
@@ -203,6 +252,10 @@ def test_stop_strings_are_what_was_meant_and_shown_in_the_stored_configuration()
     assert (rows[0]["text"], rows[0]["finish_reason"], rows[0]["stop_reason"], rows[0]["token_ids"]) == ("w31 w32 ", "stop", "w33", [31, 32, 33])
     rows = job(path, "sampling.stop='<|eot|>'", "output.skip_special_tokens=false", out="b")
     assert (rows[1]["text"], rows[1]["stop_reason"]) == ("w25 ", "<|eot|>")
+    rows = job(path, "sampling.stop='<|eot|>'", "output.skip_special_tokens=true", out="d")
+    assert (rows[1]["text"], rows[1]["stop_reason"], rows[1]["token_ids"]) == ("w25", "<|eot|>", [25, 3]), "found although the text leaves it out"
+    rows = job(path, "sampling.stop='<|eot|>'", "sampling.stop_token_ids=[3]", "sampling.include_stop=true", out="e")
+    assert (rows[1]["text"], rows[1]["stop_reason"], rows[1]["token_ids"]) == ("w25", 3, [25, 3])
     job(path, r'sampling.stop=["\n\n","w33"]', out="c")
     assert '- "\\n\\n"' in Path("c/.hydra/config.yaml").read_text() and stats_of("c")["sampling"]["stop"] == ["\n\n", "w33"]
 

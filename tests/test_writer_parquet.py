@@ -70,7 +70,7 @@ def test_rows_of_an_unfinished_part_are_redone_and_numbering_goes_on(tmp_path: P
     writer = RunWriter(tmp_path, format="parquet", rows_per_part=2)
     for i in range(3):
         writer.append(done(i))
-    writer._release()  # a crash: row 2 waits in memory
+    writer._unlock()  # a crash: row 2 waits in memory
     (tmp_path / "generations" / ".part-00001.parquet.tmp").write_bytes(b"PAR1 half")
     assert [row["index"] for row in load_rows(tmp_path)] == [0, 1]
     with RunWriter(tmp_path, format="parquet", resume=True) as writer:

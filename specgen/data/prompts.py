@@ -98,9 +98,9 @@ class PromptReader:
 def check_first_row(data: DataConfig, sampling: SamplingConfig, tokenizer: Any, task: RowTask | None, rereadable: bool) -> None:
     """Read the first row as ``load_prompts`` will and forget it, so that an unusable input or key is raised before a model is loaded.
 
-    Nothing is read where reading would use the input up (``rereadable`` false) or needs the model's vocabulary (random rows).
+    Nothing is read where reading would use the input up (a pipe) or needs the model's vocabulary (random rows). ``rereadable``: as fingerprinted.
     """
-    if not rereadable or data.source == "random":
+    if data.source == "random" or not (rereadable or data.source == "hub"):
         return
     vocab_size = INT32_MAX if tokenizer is None else len(tokenizer)
     silenced, log.disabled = log.disabled, True  # the job says the same again
@@ -109,6 +109,8 @@ def check_first_row(data: DataConfig, sampling: SamplingConfig, tokenizer: Any, 
             next(prompts, None)
     finally:
         log.disabled = silenced
+    if not rereadable:
+        log.warning("%s: its commit could not be looked up, so the run cannot be resumed", data.path)
 
 
 def _stream(builder: _Builder, shard: int, shards: int) -> Generator[Prompt]:

@@ -20,6 +20,7 @@ from typing import Any
 from specgen.config import DataConfig
 from specgen.data import files
 from specgen.errors import ConfigError, DataError
+from specgen.hub import reason, unreachable
 
 log = logging.getLogger("specgen.data")
 
@@ -243,7 +244,9 @@ def _open_dataset(data: DataConfig) -> tuple[Iterable[dict[str, Any]], str]:
         else:
             found = datasets.load_dataset(data.path, data.name, split=data.split, revision=data.revision, streaming=True)
     except Exception as error:  # many types: not found, gated, no network, ambiguous configuration name
-        raise DataError(f"{data.path}: the dataset cannot be opened: {_one_line(error)} (see data.name, data.split, data.revision)") from error
+        why = reason(error)
+        known = why if not why.startswith(type(error).__name__) else f"{_one_line(error)} (see data.name, data.split, data.revision)"
+        raise DataError(f"{data.path}: the dataset cannot be opened: {known}") from error
     split = data.split
     if isinstance(found, dict):
         names = list(found)
@@ -344,7 +347,9 @@ def _hub_fingerprint(data: DataConfig) -> dict[str, Any]:
         from huggingface_hub import HfApi
 
         commit = HfApi().dataset_info(str(data.path), revision=data.revision).sha
-    except Exception as error:  # no network, gated, not found: the loader says it better
-        log.warning("%s: its commit cannot be looked up (%s); the run cannot be resumed", data.path, _one_line(error))
+    except Exception as error:
+        if unreachable(error):  # rows are streamed, so nothing can be read either; the loader would ask six times
+            raise DataError(f"{data.path}: the dataset cannot be opened: {reason(error)}") from error
+        log.info("%s: its commit cannot be looked up: %s", data.path, reason(error))  # opening it says the rest
         commit = None
     return entry | {"revision": commit, "rereadable": commit is not None}

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from specgen.errors import CheckpointError
+from specgen.errors import CheckpointError, ConfigError
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -80,6 +80,19 @@ def check_kind(method: str, folder: Path) -> None:
         fc = shapes.get("fc.weight")
         detail = f" (fc.weight is {fc[0]}x{fc[1]})" if fc else ""
         raise CheckpointError(f"{folder}: these weights are for draft={kind}{detail}, not draft={method}: use draft={kind}")
+
+
+def check_steps(num_steps: int, folder: Path) -> None:
+    """Refuse a draft longer than the block of a DFlash checkpoint, from its ``config.json`` alone."""
+    block = block_size(read_config(folder))
+    if block is not None and num_steps > block - 1:
+        raise ConfigError(f"draft.num_steps={num_steps}: {folder} drafts blocks of {block}, so at most {block - 1} tokens a step")
+
+
+def block_size(config: dict[str, Any]) -> int | None:
+    """Tokens of a DFlash block, the root's included; None where the configuration does not say."""
+    found = config.get("block_size") or (config.get("dflash_config") or {}).get("block_size")
+    return None if found is None else int(found)
 
 
 def need(tensors: dict[str, Any], names: Iterable[str], folder: Path, method: str) -> None:

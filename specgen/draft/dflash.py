@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
-from specgen.draft.checkpoints import check_kind, check_width, need, read_config
+from specgen.draft.checkpoints import block_size, check_kind, check_steps, check_width, need, read_config
 from specgen.draft.eagle import head_config, layer_spec
 from specgen.draft.ring import StateRing
 from specgen.draft.sampled import draw_drafts
@@ -38,13 +38,13 @@ from specgen.types import Draft, Layout
 def block_settings(raw: dict[str, Any], folder: Path, num_layers: int) -> tuple[int, int, tuple[int, ...]]:
     """(block size, mask token id, auxiliary layers as "state after i layers") of a config; ``target_layer_ids`` are indices of layer outputs."""
     inner = raw.get("dflash_config") or {}
-    block, mask, ids = raw.get("block_size") or inner.get("block_size"), inner.get("mask_token_id"), inner.get("target_layer_ids")
+    block, mask, ids = block_size(raw), inner.get("mask_token_id"), inner.get("target_layer_ids")
     if block is None or mask is None or not ids:
         raise CheckpointError(f"{folder}: a DFlash config.json needs block_size and dflash_config with mask_token_id and target_layer_ids")
     layers = tuple(i + 1 for i in ids)
     if any(not 0 <= i <= num_layers for i in layers):
         raise CheckpointError(f"{folder}: target_layer_ids {list(ids)} do not exist in a target of {num_layers} layers")
-    return int(block), int(mask), layers
+    return block, int(mask), layers
 
 
 class DFlashDrafter(Drafter):
@@ -59,8 +59,7 @@ class DFlashDrafter(Drafter):
         check_kind("dflash", folder)
         raw = read_config(folder)
         self.block, self.mask_id, self.aux_layers = block_settings(raw, folder, target.num_layers)
-        if num_steps > self.block - 1:
-            raise ConfigError(f"draft.num_steps={num_steps}: {folder} drafts blocks of {self.block}, so at most {self.block - 1} tokens a step")
+        check_steps(num_steps, folder)
         if set(raw.get("layer_types") or ()) - {"full_attention"} or raw.get("use_sliding_window"):
             raise CheckpointError(f"{folder}: DFlash heads with sliding-window layers are not supported")
         config: LlamaConfig = head_config({k: v for k, v in raw.items() if k not in ("layer_types", "sliding_window", "dflash_config")})

@@ -16,7 +16,6 @@ from specgen.draft.draft_model import DraftModelHead, check_vocabulary
 from specgen.draft.eagle import Eagle3Head, EagleHead
 from specgen.draft.modules import ModularDrafter
 from specgen.draft.mtp import load_modules
-from specgen.draft.mtp_layouts import check_modules
 from specgen.draft.ngram import NgramDrafter
 from specgen.draft.none import NoDraft
 from specgen.draft.tree import check_draft_tokens, default_draft_tokens
@@ -27,25 +26,16 @@ from specgen.models.target import Target
 FAMILY = Path(__file__).resolve().parents[1] / "embedded" / "family"
 
 
-def _target_path(model: ModelConfig) -> str:
-    return str(FAMILY / "target") if model.source == "embedded" else str(model.path)
-
-
 def draft_folder(draft: DraftConfig, model: ModelConfig) -> Path:
     """The local folder of the drafter's weights; MTP reads the target's own."""
     if draft.method == "mtp":
-        return local_folder(_target_path(model), model.revision)
+        path = str(FAMILY / "target") if model.source == "embedded" else str(model.path)
+        return local_folder(path, model.revision)
     if draft.path:
         return local_folder(draft.path, weights=draft.load_format != "dummy")
     if model.source == "embedded":
         return FAMILY / draft.method
     raise ConfigError(f"draft={draft.method} with model=hf needs a checkpoint: give draft.path=X, or draft=none")
-
-
-def check_draft_files(draft: DraftConfig, model: ModelConfig) -> None:
-    """What a drafter's small files tell before the target's weights are loaded. Raises CheckpointError."""
-    if draft.method == "mtp":
-        check_modules(local_folder(_target_path(model), model.revision, weights=False), draft.num_steps)
 
 
 def check_topk(topk: int, head: Any, target: Target) -> None:

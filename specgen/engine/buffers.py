@@ -73,6 +73,10 @@ class CpuGpuBuffer:
         if self._event is not None:
             self._event.synchronize()
 
+    def landed(self) -> bool:
+        """Whether the last copy has landed, asked without waiting."""
+        return self._event is None or bool(self._event.query())
+
 
 class BufferRing:
     """``depth`` buffers of one shape, used in turn, so that the host can fill one while copies of earlier ones are in flight."""

@@ -62,6 +62,12 @@ class InFlight:
     prefill_result: CpuGpuBuffer | None
     decode_logprobs: CpuGpuBuffer | None = None
     prefill_logprobs: CpuGpuBuffer | None = None
+    marker: torch.cuda.Event | None = None  # the end of a step without results, a prompt's middle
+
+    def landed(self) -> bool:
+        """Whether everything launched for the step is done, asked without waiting."""
+        buffers = (self.decode_result, self.prefill_result, self.decode_logprobs, self.prefill_logprobs)
+        return all(buffer is None or buffer.landed() for buffer in buffers) and (self.marker is None or self.marker.query())
 
 
 @dataclass
@@ -145,6 +151,8 @@ class Engine:
         )
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
+        self.awaited: InFlight | None = None  # the last step that ``retire`` was given
+        self.borders = 0  # begins and ends of ``step``: odd inside one
         self.times = StepTimes()
         self.clock = DeviceClock(self.overlap + 3, mark_of(self.device))
         self.checks = IndexChecks(self.device) if engine.check_indices else None
@@ -204,6 +212,13 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Launch one step and retire the one ``overlap`` before it; returns the requests that ended."""
+        self.borders += 1
+        try:
+            return self._step()
+        finally:
+            self.borders += 1
+
+    def _step(self) -> list[Request]:
         done = self.scheduler.take_finished_early()
         start, before = time.perf_counter(), self.scheduler.decoded_tokens
         batch = self.scheduler.next_batch(self.num_steps)
@@ -254,6 +269,10 @@ class Engine:
         log.warning("going on with at most %d rows at a time", limit)
         return done
 
+    def launched(self) -> list[InFlight]:
+        """The steps whose results the device may still owe, oldest first. For another thread (``engine.watch``)."""
+        return [flight for flight in (self.awaited, *self.in_flight) if flight is not None]
+
     @property
     def has_work(self) -> bool:
         """True while a request is unfinished or a step is in flight."""
@@ -281,6 +300,7 @@ class Engine:
     def close(self) -> None:
         """Give back KV and drafter state; the target stays loaded."""
         self.in_flight.clear()
+        self.awaited = None
         if self.graphs is not None:
             self.graphs.close()
         self.drafter.close()
@@ -309,6 +329,9 @@ class Engine:
             self._launch_prefill(batch.chunks, flight)
         timed = self._capture_seconds == captured  # capturing is the host's work
         self.clock.end(timed and bool(batch.decode), timed and bool(batch.chunks))
+        if flight.decode_result is None and flight.prefill_result is None and self.device.type == "cuda":
+            flight.marker = torch.cuda.Event()
+            flight.marker.record()
         return flight
 
     @property
@@ -496,6 +519,7 @@ class Engine:
 
     def retire(self, flight: InFlight) -> list[Request]:
         """Read a step's results, one step late when overlapped, and settle its rows."""
+        self.awaited = flight
         done: list[Request] = []
         if flight.decode_result is not None:
             n = len(flight.batch.decode)

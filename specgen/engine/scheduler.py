@@ -223,10 +223,12 @@ class Scheduler:
         return found
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
-        """The ids that end this row: the model's EOS ids unless ``ignore_eos``, and its own. Put together once a request."""
+        """The ids that end this row: the model's EOS ids unless ``ignore_eos``, its own, and stop strings that are special tokens. Put together
+        once a request."""
         if request.stop_ids is None:
             eos = () if request.sampling.ignore_eos else self.eos_ids
-            request.stop_ids = tuple(dict.fromkeys(eos + request.sampling.stop_token_ids))
+            special = tuple(self.text.special_stops(request.sampling.stop))
+            request.stop_ids = tuple(dict.fromkeys(eos + request.sampling.stop_token_ids + special))
         return request.stop_ids
 
     # -- one step's plan ------------------------------------------------------------------------------------------------------------------
@@ -371,6 +373,8 @@ class Scheduler:
             self._follow(self.grammar, request)
         if not request.done:
             return False
+        if isinstance(request.stop_reason, int) and request.stop_reason not in request.sampling.stop_token_ids:
+            request.stop_reason = self.text.special_stops(request.sampling.stop).get(request.stop_reason, request.stop_reason)
         request.status = "finished"
         self.running.remove(request)
         self._release(request)

@@ -17,12 +17,22 @@ class OutputText:
     def __init__(self, tokenizer: Any | None, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
+        self._special: dict[str, int] | None = None  # text of a special token -> its id, once it was asked for
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``; a character split over tokens comes out whole, and an incomplete one at the end as U+FFFD."""
         if self.tokenizer is None or not ids:
             return ""
         return self.tokenizer.decode(list(ids), skip_special_tokens=self.skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def special_stops(self, stops: Sequence[str]) -> dict[int, str]:
+        """The ids of the stop strings that are special tokens, when special tokens are left out of the text and so never found in it."""
+        if not stops or not self.skip_special_tokens:
+            return {}
+        if self._special is None:
+            added = getattr(self.tokenizer, "added_tokens_decoder", {})
+            self._special = {str(token.content): id for id, token in added.items() if token.special}
+        return {self._special[stop]: stop for stop in stops if stop in self._special}
 
     def stop_at(self, request: Request, new_tokens: int) -> tuple[int, str] | None:
         """The least number of output tokens whose text completes a stop string, and that string, looking at the last ``new_tokens`` tokens.

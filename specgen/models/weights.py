@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specgen.errors import CheckpointError, ConfigError
+from specgen.hub import reason
 
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 LAYOUTS = (("model.safetensors.index.json", "model.safetensors"), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
@@ -48,8 +49,7 @@ def local_folder(path: str, revision: str | None = None, weights: bool = True, c
                     break
         return found
     except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: neither a local folder nor a hub repository that can be fetched ({type(error).__name__}: {text})") from error
+        raise CheckpointError(f"{path}: no such folder here, and {reason(error)}") from error
 
 
 def weight_files(folder: Path) -> list[list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 WIDTH = 100
 MISSING = "-"
+MOST_DEPTHS = 32  # lines of the acceptance table
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -86,7 +87,8 @@ def _acceptance(stats: dict[str, Any]) -> list[str]:
         return []
     header = ("depth", "proposed", "reached", "accepted", "rate", "per step", "conditional")
     rows = [header]
-    for depth in acceptance["per_depth"]:
+    shown = acceptance["per_depth"][:MOST_DEPTHS]
+    for depth in shown:
         counts = [f"{depth[name]:,}" for name in ("proposed", "reached", "accepted")]
         rates = [percent(depth[name]) for name in ("rate", "rate_per_step", "conditional")]
         rows.append((str(depth["depth"]), *counts, *rates))  # type: ignore[arg-type]
@@ -95,7 +97,9 @@ def _acceptance(stats: dict[str, Any]) -> list[str]:
     macro = f"{number(length['macro'])}{interval(length['macro_ci95'])}"
     rates_line = f"{percent(acceptance['draft_rate'])} of draft steps, {percent(acceptance['node_rate'])} of draft tokens"
     summary = [("mean acceptance length", f"{pooled} pooled, {macro} by row (95% intervals)"), ("draft acceptance rate", rates_line)]
-    return ["acceptance", *align(rows, left=0), *align(summary, left=2)]
+    left = len(acceptance["per_depth"]) - len(shown)
+    more = [f"  ({left} more depths are in stats.json)"] if left else []
+    return ["acceptance", *align(rows, left=0), *more, *align(summary, left=2)]
 
 
 def _groups(stats: dict[str, Any]) -> list[str]:

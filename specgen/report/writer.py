@@ -6,6 +6,7 @@ Boundary: takes Completions and puts them on the disk. Knows nothing of how they
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -96,6 +97,7 @@ class RunWriter:
         self._part_limits: dict[str, Any] = {"rows_per_part": rows_per_part, "part_seconds": part_seconds}
         self._sink: _Lines | ParquetParts | None = None
         self._closed = False
+        self._guard = threading.RLock()  # another thread closes the writer when this one is blocked for good
         if resume and not folder.is_dir():
             raise DataError(f"{folder} does not exist; resume= takes the folder of an earlier run")
         self._owned_lock = FolderLock(folder) if lock is None else None
@@ -105,7 +107,7 @@ class RunWriter:
             elif holds_results(folder):
                 raise DataError(f"{folder} already holds the results of a run; choose another output.dir or go on with resume={folder}")
         except BaseException:
-            self._release()
+            self._unlock()
             raise
 
     def _resume(self, resume_errors: bool) -> None:
@@ -121,12 +123,13 @@ class RunWriter:
             raise AssertionError(f"row (index {completion.index}, sample {completion.sample}): {fault}")
         if (completion.index, completion.sample) in self.finished:
             raise AssertionError(f"row (index {completion.index}, sample {completion.sample}) was finished by an earlier start")
-        row, sink = row_of(completion, **self._fields), self._ready()
-        if isinstance(sink, _Lines):
-            sink.append(dumps(row, self.notes).encode() + b"\n")
-        else:
-            sink.append(row, self.notes)
-        self.rows += 1
+        with self._guard:
+            row, sink = row_of(completion, **self._fields), self._ready()
+            if isinstance(sink, _Lines):
+                sink.append(dumps(row, self.notes).encode() + b"\n")
+            else:
+                sink.append(row, self.notes)
+            self.rows += 1
 
     def _ready(self) -> _Lines | ParquetParts:
         if self._sink is None:
@@ -136,10 +139,19 @@ class RunWriter:
 
     def sync_if_due(self) -> None:
         """To be called now and then while no row ends: makes waiting rows durable when ``fsync_seconds`` (a part: ``part_seconds``) have passed."""
-        if isinstance(self._sink, _Lines):
-            self._sink.sync_if_due()
-        elif self._sink is not None:
-            self._sink.sync_if_due(self.notes)
+        with self._guard:
+            if isinstance(self._sink, _Lines):
+                self._sink.sync_if_due()
+            elif self._sink is not None:
+                self._sink.sync_if_due(self.notes)
+
+    def hold(self, seconds: float) -> bool:
+        """Keep every other thread from writing until ``release``; False when one is at it and does not end within ``seconds``."""
+        return self._guard.acquire(timeout=seconds)
+
+    def release(self) -> None:
+        """Let the other threads write again."""
+        self._guard.release()
 
     def close(self, leave_empty: bool = True) -> None:
         """Make every row durable and release the folder (a lock handed in stays with the caller). May be called twice.
@@ -147,20 +159,21 @@ class RunWriter:
         A run that appended nothing still leaves an empty ``generations.jsonl`` or ``generations/``, so that its folder can be read and resumed,
         unless ``leave_empty`` is false (a job that failed before its first row leaves no results behind).
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if self._sink is None and leave_empty and rows_format(self.folder) is None:
-                self._ready()
-            if isinstance(self._sink, _Lines):
-                self._sink.close()
-            elif self._sink is not None:
-                self._sink.close(self.notes)
-        finally:
-            self._release()
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                if self._sink is None and leave_empty and rows_format(self.folder) is None:
+                    self._ready()
+                if isinstance(self._sink, _Lines):
+                    self._sink.close()
+                elif self._sink is not None:
+                    self._sink.close(self.notes)
+            finally:
+                self._unlock()
 
-    def _release(self) -> None:
+    def _unlock(self) -> None:
         if self._owned_lock is not None:
             self._owned_lock.release()
 
