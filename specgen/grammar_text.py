@@ -104,7 +104,7 @@ def compiled(value: str, tokenizer: Any = None) -> str:
 
 
 def _white_space(schema: Any) -> dict[str, str] | None:
-    """The library's options for white space; None where the schema's own ``x-guidance`` says what it wants, or nothing takes options."""
+    """The library's options for white space; None where the schema's own ``x-guidance`` says what it wants, or takes no options."""
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     stated = isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own)
     return {"whitespace_pattern": WHITE_SPACE} if (isinstance(schema, dict) and not stated) or schema is True else None

@@ -11,10 +11,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from specgen.draft.adaptive import Choice
 from specgen.engine.lossless import Turn, check_turn
-from specgen.types import Request, SamplingParams
+from specgen.types import Draft, Request, SamplingParams
 from tests import grammars
 from tests.grammars import DOCUMENT, EOS, drive, engine_of, is_document, requests_of, run, text_of, tokenizer, written
 
@@ -326,6 +327,54 @@ def test_without_a_grammar_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPatc
     requests = requests_of(2, SamplingParams(max_tokens=8))
     drive(engine, requests)
     assert [len(request.output_ids) for request in requests] == [8, 8]
+
+
+class Replays:
+    """What ``StepGraphs`` does, without a device: a captured step runs again over the tensors it had then, and its results land in the tensors
+    that were made then."""
+
+    off = False
+    capture_seconds = 0.0
+
+    def __init__(self) -> None:
+        self.captured: dict[Any, tuple[Any, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self.captured)
+
+    def run(self, key: Any, step: Any, warm_up: Any) -> Any:
+        if key not in self.captured:
+            warm_up()
+            self.captured[key] = step, step()
+        else:
+            self.land(self.captured[key][0](), self.captured[key][1])
+        return self.captured[key][1]
+
+    def land(self, new: Any, kept: Any) -> None:
+        if isinstance(new, torch.Tensor):
+            kept.copy_(new)
+        elif isinstance(new, Draft):
+            self.land(tuple(vars(new).values()), tuple(vars(kept).values()))
+        elif isinstance(new, tuple):
+            for one, two in zip(new, kept, strict=True):
+                self.land(one, two)
+        else:
+            assert new is kept is None
+
+    def close(self) -> None:
+        self.captured.clear()
+
+
+@pytest.mark.parametrize(("method", "topk"), [("none", 1), ("eagle", 1), ("mtp", 4), ("ngram", 1)])
+def test_a_replayed_step_reads_the_draft_and_the_masks_of_its_own_time(method: str, topk: int) -> None:
+    engine = engine_of(DOCUMENT, method, max_batch=8, topk=topk, **{"steps": 2, "nodes": 6 if topk > 1 else None})
+    graphs = Replays()
+    engine.graphs = graphs  # type: ignore[assignment]
+    requests = requests_of(12, HOT)
+    engine.run(requests)
+    parts = {key[4] for key in graphs.captured}
+    assert parts == ({"finish"} if method == "none" else {"propose", "finish"})
+    assert written(requests) == written(plain(DOCUMENT, 200))[:12]
 
 
 def test_a_grammar_runs_the_host_and_the_device_in_turn() -> None:

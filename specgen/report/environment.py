@@ -33,7 +33,7 @@ def environment(device: Any = None) -> dict[str, Any]:
 
     device: the torch device the job runs on, so that its name can be given; None names the first CUDA device, if torch is loaded and has one.
     """
-    packages = ("torch", "triton", "transformers", "tokenizers", "datasets", "hydra-core", "pyarrow", "numpy")
+    packages = ("torch", "triton", "transformers", "tokenizers", "datasets", "hydra-core", "pyarrow", "numpy", "llguidance")
     return {
         "specgen": specgen.__version__,
         "git": git_revision(Path(specgen.__file__).resolve().parent.parent),
