@@ -244,7 +244,7 @@ def layer_rows(batches: set[int] | None) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, print one line a figure, and write them all to ``--json``."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels_forward", description=__doc__)
     parser.add_argument("--only", default="attention,linear,small,layer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--batches", default=None)

@@ -224,7 +224,7 @@ SECTIONS: dict[str, Callable[[list[int]], Iterator[Row]]] = {
 
 def main(argv: list[str] | None = None) -> list[Row]:
     """Run the sections asked for, print a line a case, and return the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels_sampling", description=__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--batches", default="1,64,256")
     parser.add_argument("--json", type=Path)

@@ -103,7 +103,7 @@ def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: i
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print one line a job and batch."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks steps", description=__doc__)
     parser.add_argument("--only", default=",".join(JOBS))
     parser.add_argument("--batches", default="1,8,32,64,128,256")
     parser.add_argument("--tokens", type=int, default=256)

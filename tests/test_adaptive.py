@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from specgen.draft.adaptive import AdaptiveController, Choice, Outcome
 from specgen.draft.load import load_drafter
 from specgen.draft.ring import WINDOW
 from specgen.engine.engine import Engine
+from specgen.engine.pacing import Pacing
+from specgen.engine.scheduler import Batch
 from specgen.kernels import reference_step
 from specgen.models.attention import KvPool
 from specgen.models.loader import load_target
@@ -483,7 +486,17 @@ def test_the_report_says_what_was_chosen_and_why() -> None:
     assert 1 < by_steps[3]["expected_tokens"] < 1.2 and by_steps[3]["cost_ms"] == pytest.approx(13.5, rel=0.02)
 
 
-def test_an_engine_turns_off_a_draft_that_is_never_right() -> None:
+def test_an_engine_turns_off_a_draft_that_is_never_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own, on which a step takes 4 ms and 1 ms more for each drafted token: a busy machine's says anything."""
+    now, plan = [0.0], Pacing.plan
+
+    def planned(pacing: Pacing, batch: Batch) -> None:
+        plan(pacing, batch)
+        now[0] += 0.004 + 0.001 * batch.num_steps
+
+    monkeypatch.setattr(Pacing, "plan", planned)
+    for module in ("engine", "pacing"):
+        monkeypatch.setattr(f"specgen.engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     engine = engine_of("target", "draft_model:draft_never", steps=4, batch=2, adaptive=True)
     result = drive(engine, requests_of([[30], [40], [24], [31]] * 3, SamplingParams(max_tokens=200, ignore_eos=True)))
     assert all(len(ids) == 200 for ids in result.ids)

@@ -133,6 +133,9 @@ def faked(monkeypatch: pytest.MonkeyPatch, log: list[str], fails: set[int]) -> N
     for name, stand_in in (("Stream", Nothing), ("stream", Nothing), ("current_stream", Nothing), ("graph", Capture)):
         monkeypatch.setattr(graphs.torch.cuda, name, stand_in)
     monkeypatch.setattr(graphs.torch.cuda, "CUDAGraph", lambda: FakeGraph(log))
+    monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(graphs, "_side_stream", Nothing)
+    monkeypatch.setattr(StepGraphs, "_abandon", Nothing)  # what torch is left with: on a device alone
 
 
 def test_a_capture_that_fails_is_said_once_and_every_later_step_runs_eagerly(
