@@ -13,8 +13,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 PERIOD = 8  # decode steps between decisions
 BURST = 4  # steps of a probe
@@ -29,8 +28,7 @@ SOFT = 8  # row steps the past is worth when a probe begins
 Key = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """What a step was chosen to be. ``trial``: its losses are paid from the probing budget."""
 
     bucket: int
@@ -41,7 +39,7 @@ class Choice:
     @property
     def key(self) -> Key:
         """Where costs are compared: (bucket, context)."""
-        return self.bucket, self.context
+        return self[:2]
 
 
 @dataclass
@@ -62,58 +60,82 @@ class Outcome:
 
 
 class Acceptance:
-    """Conditional acceptance by depth, with exponential forgetting. Depths no draft reached lately fade towards the rate of the depth before."""
+    """Conditional acceptance by depth, with exponential forgetting. Depths no draft reached lately fade towards the rate of the depth before.
+
+    Kept as sums in units that grow by e every ``HORIZON`` row steps: a new observation costs one addition a depth, and nothing old is touched.
+    """
 
     def __init__(self, depths: int) -> None:
-        self.reached, self.accepted = [0.0] * depths, [0.0] * depths
+        self._reached, self._accepted, self._unit = [0.0] * depths, [0.0] * depths, 1.0
+
+    @property
+    def reached(self) -> list[float]:
+        """Row steps that reached each depth, forgotten ones taken off."""
+        return [value / self._unit for value in self._reached]
+
+    @property
+    def accepted(self) -> list[float]:
+        """Of them, those whose draft was accepted."""
+        return [value / self._unit for value in self._accepted]
 
     def add(self, rows: int, reached: Sequence[int], accepted: Sequence[int]) -> None:
         """Count a step of ``rows`` rows."""
-        self._scale(math.exp(-rows / HORIZON))
-        for depth, (r, a) in enumerate(zip(reached, accepted, strict=True)):
-            self.reached[depth] += r
-            self.accepted[depth] += a
+        unit = self._unit = self._unit * math.exp(rows / HORIZON)
+        mine, yes = self._reached, self._accepted
+        for depth, r in enumerate(reached):
+            mine[depth] += r * unit
+            yes[depth] += accepted[depth] * unit
+        if unit > 1e100:
+            self._set(self.reached, self.accepted)
 
     def soften(self) -> None:
         """Let the past count no more than ``SOFT`` row steps, so that a few new ones can change it."""
-        if self.reached and self.reached[0] > SOFT:
-            self._scale(SOFT / self.reached[0])
+        reached = self.reached
+        if reached and reached[0] > SOFT:
+            keep = SOFT / reached[0]
+            self._set([r * keep for r in reached], [a * keep for a in self.accepted])
 
-    def _scale(self, keep: float) -> None:
-        for column in (self.reached, self.accepted):
-            column[:] = [value * keep for value in column]
+    def _set(self, reached: list[float], accepted: list[float]) -> None:
+        self._reached, self._accepted, self._unit = reached, accepted, 1.0
 
     def expected(self, num_steps: int) -> float:
         """Tokens a row commits in a step of ``num_steps``: 1 + the sum of the cumulative acceptances. Each rate has the one before as its prior."""
-        total, product, rate = 1.0, 1.0, 0.5
-        for reached, accepted in zip(self.reached[:num_steps], self.accepted[:num_steps], strict=True):
-            rate = (accepted + rate) / (reached + 1)
+        return self.all_expected(num_steps)[-1]
+
+    def all_expected(self, most: int) -> list[float]:
+        """``expected`` of 0 .. ``most`` steps."""
+        totals, product, rate, unit = [1.0], 1.0, 0.5, self._unit
+        for reached, accepted in zip(self._reached[:most], self._accepted[:most], strict=True):
+            rate = (accepted / unit + rate) / (reached / unit + 1)
             product *= rate
-            total += product
-        return total
+            totals.append(totals[-1] + product)
+        return totals
 
 
 class Costs:
     """Seconds of a step by (bucket, context) and S: medians of the last few, after the first, which may have compiled something."""
 
     def __init__(self) -> None:
-        self._times: dict[Key, dict[int, deque[float]]] = {}
-        self._warm: set[tuple[Key, int]] = set()
+        self._times: dict[tuple[Key, int], deque[float]] = {}  # empty until it has been warm
+        self._known: dict[Key, dict[int, float]] = {}
 
     def add(self, key: Key, num_steps: int, seconds: float, usable: bool) -> None:
         """Note a step's time; one that is not ``usable`` only warms up."""
-        warm = (key, num_steps) in self._warm
-        self._warm.add((key, num_steps))
-        if warm and usable:
-            self._times.setdefault(key, {}).setdefault(num_steps, deque(maxlen=9)).append(seconds)
+        times = self._times.get((key, num_steps))
+        if times is None:
+            self._times[key, num_steps] = deque(maxlen=9)
+        elif usable:
+            times.append(seconds)
+            if len(times) > 2:
+                self._known.setdefault(key, {})[num_steps] = sorted(times)[len(times) // 2]
 
     def known(self, key: Key) -> dict[int, float]:
         """The measured costs of a key."""
-        return {steps: median(times) for steps, times in sorted(self._times.get(key, {}).items()) if len(times) > 2}
+        return self._known.get(key, {})
 
     def ever(self, num_steps: int) -> bool:
         """Whether this S has been measured anywhere."""
-        return any(num_steps in self.known(key) for key in self._times)
+        return any(num_steps in known for known in self._known.values())
 
     def cost(self, key: Key, num_steps: int) -> float:
         """Measured or estimated seconds; with nothing measured in this key, right up to a factor that all S share."""
@@ -129,7 +151,7 @@ class Costs:
         return seconds * _on_line(shape, num_steps) / _on_line(shape, steps)
 
     def _nearest_shape(self, key: Key) -> dict[int, float]:
-        others = [(other, known) for other in self._times if len(known := self.known(other)) > 1]
+        others = [(other, known) for other, known in self._known.items() if len(known) > 1]
         if not others:
             return {0: 1.0, 10: 2.0}
         distance = lambda other: sum(abs(math.log(a / b)) for a, b in zip(other, key, strict=True))  # noqa: E731
@@ -197,7 +219,7 @@ class AdaptiveController:
         place = self.places.get(key)
         if place is None:
             first = not self.costs.ever(self.max_steps)
-            home = self.max_steps if first else max(range(self.max_steps + 1), key=lambda s: self.rate(key, s))
+            home = self.max_steps if first else max(range(self.max_steps + 1), key=self._rates(key).__getitem__)
             place = self.places[key] = Place(home, since=PERIOD // 2)
         if not place.left:
             place.since += 1
@@ -218,9 +240,13 @@ class AdaptiveController:
         """Expected tokens a second and row."""
         return self.acceptance.expected(num_steps) / self.costs.cost(key, num_steps)
 
+    def _rates(self, key: Key) -> list[float]:
+        """``rate`` of 0 .. ``max_steps`` steps."""
+        return [tokens / self.costs.cost(key, steps) for steps, tokens in enumerate(self.acceptance.all_expected(self.max_steps))]
+
     def _decide(self, key: Key, place: Place) -> None:
         """Move to the best S when it is clearly better than the one in force."""
-        rates = [self.rate(key, s) for s in range(self.max_steps + 1)]
+        rates = self._rates(key)
         best = max(range(self.max_steps + 1), key=rates.__getitem__)
         gain = rates[best] / rates[place.home]
         untimed = best not in self.costs.known(key)
@@ -253,7 +279,7 @@ class AdaptiveController:
     def _probe(self, key: Key, place: Place) -> None:
         """Draft for a few steps from S = 0: when the budget pays for the expected loss, and once early in each place where it may well be no loss."""
         known, plain = self.costs.known(key), self.costs.cost(key, 0)
-        best = max(range(1, self.max_steps + 1), key=lambda s: self.rate(key, s))
+        best = max(range(1, self.max_steps + 1), key=self._rates(key).__getitem__)
         loss = BURST * max(self.costs.cost(key, best) - self.acceptance.expected(best) * plain, 0.05 * plain)
         self.price = loss + max(self.catch_up_s, plain) + (0.0 if best in known else self.capture_s)
         first_look = not any(known.keys() - {0}) and 1.33 * self.rate(key, best) > self.rate(key, 0)
@@ -265,7 +291,9 @@ class AdaptiveController:
 
     def stepped(self, choice: Choice, outcome: Outcome) -> None:
         """Take in what came of a step."""
-        spent = self.spent.setdefault((choice.bucket, choice.num_steps), Spent())
+        spent = self.spent.get((choice.bucket, choice.num_steps))
+        if spent is None:
+            spent = self.spent[choice.bucket, choice.num_steps] = Spent()
         spent.steps += 1
         spent.context = choice.context
         if outcome.capture_s:
@@ -275,8 +303,9 @@ class AdaptiveController:
         if outcome.seconds is None:
             return
         spent.seconds += outcome.seconds
-        if choice.key in self.places:
-            self.places[choice.key].seconds += outcome.seconds
+        place = self.places.get(choice.key)
+        if place is not None:
+            place.seconds += outcome.seconds
         self.costs.add(choice.key, choice.num_steps, outcome.seconds, outcome.usable)
         self._pay(choice, outcome, outcome.seconds)
 

@@ -18,6 +18,8 @@ from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.scheduler import Batch
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
 
+FEW = 8  # rows that a loop counts sooner than numpy does
+
 
 class Controller(Protocol):
     """Who decides: ``draft.adaptive.AdaptiveController``, or a script in tests."""
@@ -94,10 +96,19 @@ class Pacing:
 
 def _outcome(result: np.ndarray, num_steps: int) -> Outcome:
     """Rows, reached and accepted by depth of a retired step: its rows that were alive on entry."""
-    rows = result[result[:, ALIVE] > 0]
     if not num_steps:
-        return Outcome(None, len(rows))
-    accepted = np.bincount(rows[:, ACCEPTED], minlength=num_steps + 1)[: num_steps + 1]
-    stopped = np.bincount(rows[rows[:, CHILD_AT_END] > 0, ACCEPTED], minlength=num_steps + 1)
-    at_least = accepted[::-1].cumsum()[::-1][1:]
-    return Outcome(None, len(rows), (at_least + stopped[:num_steps]).tolist(), at_least.tolist())
+        return Outcome(None, int(np.count_nonzero(result[:, ALIVE])))
+    stopped = [0] * (2 * num_steps + 2)  # rows by accepted drafts, and by whether there was one more to try
+    if len(result) <= FEW:
+        for row in result.tolist():
+            if row[ALIVE]:
+                stopped[2 * row[ACCEPTED] + (row[CHILD_AT_END] > 0)] += 1
+    else:
+        places = (2 * result[:, ACCEPTED] + (result[:, CHILD_AT_END] > 0))[result[:, ALIVE] > 0]
+        stopped = np.bincount(places, minlength=len(stopped)).tolist()
+    reached, accepted, beyond = [0] * num_steps, [0] * num_steps, 0
+    for depth in range(num_steps, 0, -1):
+        beyond += stopped[2 * depth] + stopped[2 * depth + 1]
+        accepted[depth - 1] = beyond
+        reached[depth - 1] = beyond + stopped[2 * depth - 1]
+    return Outcome(None, beyond + stopped[0] + stopped[1], reached, accepted)
