@@ -34,7 +34,7 @@ from specgen.models.target import Target
 from specgen.types import Prompt, Request, SamplingParams
 
 DRAFTERS = {"eagle": "auto", "never": "dummy"}  # load_format of the family's EAGLE head
-LEAST_ROWS = 16  # of a run, which otherwise is ``--waves`` batches' worth
+LEAST_ROWS = 64  # of a run, which otherwise is ``--waves`` batches' worth
 PROMPT_TOKENS = 256  # at most, so that a run needs one context bucket
 MOST_TRIES = 8  # of a run in which no graph may be captured
 PER_TOKEN_BYTES = 8192  # of KV, more than the family takes in any dtype
@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--only", default=",".join(DRAFTERS), help="drafters, separated by commas")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--tokens", type=int, default=192, help="tokens a row generates (192)")
-    parser.add_argument("--waves", type=int, default=4, help=f"batches' worth of rows in a run (4), {LEAST_ROWS} rows at least")
+    parser.add_argument("--waves", type=int, default=24, help=f"batches' worth of rows in a run (24), {LEAST_ROWS} rows at least")
     parser.add_argument("--rows", type=int, help="rows in a run, instead of --waves")
     parser.add_argument("--max-steps", type=int, default=6, help="the largest num_steps, also adaptive's (6)")
     parser.add_argument("--repeats", type=int, default=3)
