@@ -42,7 +42,7 @@ class TableTarget(Target):
 
     def __init__(self, table: Tensor) -> None:
         config = SimpleNamespace(vocab_size=table.shape[1], hidden_size=1, num_hidden_layers=1)
-        super().__init__(cast(Any, config), Placement(torch.device("cpu"), torch.float32, 8))
+        super().__init__(cast(Any, config), Placement(table.device, torch.float32, 8))
         self.table, self.kv_spec = table, (KvShape(1, 1, 1),)
 
     @property
@@ -169,16 +169,16 @@ class Way:
     against: bool = True
 
     def drafter(self, table: Tensor) -> Drafter:
-        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(1)) * 0.5
+        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(1)).to(table.device) * 0.5
         head = DraftModelHead(TableTarget(-table if self.against else table + noise), table.shape[1])
         steps = STEPS[table.shape[1]]
         nodes = 1 + self.topk * steps if self.acceptance == "rejection" or self.topk == 1 or steps == 1 else 7
         return AutoregressiveDrafter(cast(Any, head), self.topk, steps, nodes)
 
 
-def drawn(vocab: int, s: SamplingParams, way: Way | None) -> tuple[np.ndarray, int]:
+def drawn(vocab: int, s: SamplingParams, way: Way | None, device: str = "cpu") -> tuple[np.ndarray, int]:
     """Output ids [ROWS, TOKENS of the vocabulary] and accepted drafts."""
-    table, batch = table_of(vocab), BATCH[vocab]
+    table, batch = table_of(vocab).to(device), BATCH[vocab]
     drafter = NoDraft() if way is None else way.drafter(table)
     config = EngineConfig(max_batch=batch, page_size=4, prefill_tokens=batch, kv_memory_gb=0.05, overlap="0")
     draft = DraftConfig(method=drafter.method, topk=drafter.topk, num_steps=drafter.num_steps)
@@ -195,9 +195,9 @@ def params(values: dict[str, Any], vocab: int = 16) -> SamplingParams:
     return SamplingParams(**{"max_tokens": TOKENS[vocab], "temperature": 1.0, "seed": 5} | values)
 
 
-def check(vocab: int, values: dict[str, Any], way: Way) -> None:
+def check(vocab: int, values: dict[str, Any], way: Way, device: str = "cpu") -> None:
     s = params(values, vocab)
-    ids, accepted = drawn(vocab, s, way)
+    ids, accepted = drawn(vocab, s, way, device)
     assert ids.shape == (ROWS, TOKENS[vocab])
     for position, exact_law in enumerate(exact(vocab, s)):
         assert p_value(ids[:, position], exact_law) > 1e-4, position
@@ -227,11 +227,11 @@ def test_every_parameter_follows_its_law(name: str, way: Way) -> None:
     check(16, CASES[name], way)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("way", WAYS, ids=named)
 @pytest.mark.parametrize("name", CASES)
-def test_every_parameter_follows_its_law_over_4096_tokens(name: str, way: Way) -> None:
-    check(4096, CASES[name], way)
+def test_every_parameter_follows_its_law_over_4096_tokens(name: str, way: Way, device: str) -> None:
+    check(4096, CASES[name], way, device)
 
 
 def test_the_check_tells_a_neighbouring_law_apart() -> None:
