@@ -120,6 +120,44 @@ def test_every_reachable_node_has_the_mask_of_its_own_text(grammar: str, shape: 
     assert seen >= 15 * rows * (1 if shape == "root" else 1.2)
 
 
+# Two branches of two tokens that leave the library's lexer in one state: (grammar, text before, a branch that is drafted, the one that is taken).
+BRANCHES = [
+    ("json:{}", '{"a":["b', ('"]', " "), ('",', " ")),
+    ("json:{}", '{"a":["b', ('",', " "), ('"]', " ")),
+    ('ebnf:start: "[" item ("," ws item)* "]" ws "x"\nitem: "a"\nws: /\\s+/', "[a", ("]", " "), (",", " ")),
+]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("grammar, before, drafted, taken", BRANCHES)
+def test_a_branch_that_was_not_taken_leaves_nothing_behind(grammar: str, before: str, drafted: Any, taken: Any, shape: str) -> None:
+    """The mask after the branch taken, and that of the next row to use the matcher, are those of a matcher that never saw the other branch."""
+    tokenizer = grammars.tokenizer()
+    (prefix, *branches) = (tokenizer.encode(text, add_special_tokens=False) for text in (before, *drafted, *taken))
+    wrong, right = [token for ids in branches[:2] for token in ids], [token for ids in branches[2:] for token in ids]
+    assert len(wrong) == len(right) == 2 and wrong[1] == right[1]
+
+    def alone(text: list[int]) -> set[int]:
+        matcher = rules_of(grammar, tokenizer).matcher()
+        assert matcher.try_consume_tokens(text) == len(text)
+        return ids_in(np.frombuffer(matcher.compute_bitmask(), np.int32), len(tokenizer)) - set(grammars.EOS)
+
+    def seen(request: Request) -> set[int]:
+        assert masks.follow(request) is None
+        return ids_in(masks.decode_masks([request], 1, None)[0], len(tokenizer)) - set(grammars.EOS)
+
+    masks = masks_of(grammar, 1, 5, tokenizer)
+    for last in (right, wrong):  # the second row's matcher is a copy of what the first leaves
+        request = Request(Prompt(0, 0, [1]), SamplingParams(), output_ids=list(prefix), stop_ids=grammars.EOS)
+        assert seen(request) == alone(prefix)
+        draft = draft_of([wrong], None) if shape == "chain" else draft_of([[*wrong, *right]], [[0, 1, 0, 3]])
+        masks.decode_masks([request], 3 if shape == "chain" else 5, packed(draft))
+        request.output_ids += last
+        assert seen(request) == alone(prefix + last)
+        masks.release(request)
+    assert alone(prefix + right) != alone(prefix + wrong)
+
+
 def test_masks_hold_what_continues_a_word_of_the_language_and_the_end_where_one_is_whole() -> None:
     language = {
         "abc",

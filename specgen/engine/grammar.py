@@ -3,7 +3,7 @@
 Boundary: between requests and the grammar library (llguidance); everything but ``packed`` is the host's. How a mask changes logits is
 ``kernels.law``, the grammar's own text is ``grammar_text``, the way through a draft is ``grammar_walk``.
 
-A row's matcher has consumed its output, and nothing else: it is walked down a draft and rolled back. Ids that end a row are this file's business, not
+A row's matcher has consumed its output, and nothing else: copies of it are walked down a draft. Ids that end a row are this file's business, not
 the library's: the library knows one id for "the text may end here", which no model has, and where it allows that id the row's own are allowed. So
 they are allowed where the text is complete and nowhere else.
 
@@ -54,7 +54,9 @@ class GrammarMasks:
         self.rules, self.vocab_limit, self.max_batch, self.device = rules, vocab_limit, max_batch, device
         self._threads = library().LLExecutor(min(MOST_THREADS, _cores()))
         self._end_bit = np.int32(1 << (rules.vocabulary.end % 32))
-        self._free: list[Any] = []  # matchers of rows that ended, back at the start: making one costs a thousand tokens' worth of walking
+        # Matchers at the start of a text, which rows that ended leave behind: making one costs a thousand tokens' worth of walking, copying it next
+        # to nothing. A row has one of its own, since the copies of one share a lock.
+        self._free: list[Any] = []
         self._endings: dict[Any, Ending] = {}
         self._packed: dict[int, CpuGpuBuffer] = {}
         words = rules.vocabulary.words
@@ -90,8 +92,8 @@ class GrammarMasks:
         """Where a request stands, which is after the whole of its output."""
         state: State | None = request.grammar
         if state is None:
-            matcher = self._free.pop() if self._free else self.rules.matcher()
-            state = request.grammar = State(matcher, self._ending(request), request.sampling.min_tokens)
+            origin = self._free.pop() if self._free else self.rules.matcher()
+            state = request.grammar = State(origin, origin.deep_copy(), self._ending(request), request.sampling.min_tokens)
         return state
 
     def _ending(self, request: Request) -> Ending:
@@ -120,8 +122,9 @@ class GrammarMasks:
     def follow(self, request: Request) -> tuple[int, str] | None:
         """Take in the output tokens that are new. None, or (the output tokens that count, why the row ends there with an error)."""
         state, output = self._state(request), request.output_ids
-        if state.matcher.is_error():  # a draft was walked past the library's limits: another matcher, so that this spoils no row
-            state.matcher, state.followed = self.rules.matcher(), 0
+        if state.matcher.is_error():  # a mask was past the library's limits: another matcher says where
+            state.origin = self.rules.matcher()
+            state.matcher, state.followed = state.origin.deep_copy(), 0
         new = output[state.followed :]
         ended = bool(new) and new[-1] in state.ending.ids
         text = new[:-1] if ended else new
@@ -144,11 +147,11 @@ class GrammarMasks:
         return int(matcher.try_consume_tokens(known)) if known else 0
 
     def release(self, request: Request) -> None:
-        """The request has ended: its matcher serves another."""
+        """The request has ended: the matcher that its own was copied from serves another."""
         state: State | None = request.grammar
         request.grammar = None
-        if state is not None and not state.matcher.is_error() and state.matcher.reset():
-            self._free.append(state.matcher)
+        if state is not None and not state.matcher.is_error():
+            self._free.append(state.origin)
 
     # -- masks ----------------------------------------------------------------------------------------------------------------------------
 
@@ -195,9 +198,8 @@ class GrammarMasks:
             walk.chains(self._threads, states)
         else:
             walk.trees(self._threads, states)
-        for row, (state, request) in enumerate(zip(states, requests, strict=True)):
-            if state.matcher.is_error():
-                walk.again(row, request.output_ids, self.rules)
+        for row in walk.failed:
+            walk.again(row, requests[row].output_ids, self.rules)
         early = None
         if any(s.min_tokens > len(r.output_ids) for s, r in zip(states, requests, strict=True)):
             need = np.array([s.min_tokens - len(r.output_ids) for s, r in zip(states, requests, strict=True)])

@@ -2,11 +2,14 @@
 
 Boundary: matchers, draft tokens and lines of a buffer; knows nothing of requests, devices or the step. ``engine.grammar`` makes the states and
 finishes the masks.
+
+No matcher ever goes back. One that is rolled back or reset can answer with the mask it computed last, for another text of the same length
+(llguidance 1.9.1): what goes down a branch is a copy, a microsecond or two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -33,8 +36,10 @@ class Ending:
 
 @dataclass(eq=False)
 class State:
-    """Where a row stands: its matcher has consumed the first ``followed`` of its output tokens, all but an id that ended it."""
+    """Where a row stands: its matcher has consumed the first ``followed`` of its output tokens, all but an id that ended it. ``origin``: the matcher
+    it is a copy of, which stays at the start of a text."""
 
+    origin: Any
     matcher: Any
     ending: Ending
     min_tokens: int
@@ -42,10 +47,11 @@ class State:
 
 
 class Walk:
-    """One filling of ``nodes`` lines a row in a buffer: each row's matcher goes down the draft and comes back. The library computes the masks of
-    different rows in parallel.
+    """One filling of ``nodes`` lines a row in a buffer: copies of each row's matcher go down the draft. The library computes the masks of different
+    rows in parallel; copies of one matcher share a lock.
 
     A chain is walked by the library itself. In a tree every row visits its nodes depth first, all rows one node at a time: that is a call a round.
+    ``failed``: rows of which some matcher ended in error.
     """
 
     def __init__(self, buffer: CpuGpuBuffer, nodes: int, draft: np.ndarray | None, vocab_limit: int) -> None:
@@ -55,6 +61,7 @@ class Walk:
         self.tokens: list[list[int]] = []
         self.child: list[list[int]] | None = None
         self.depth = np.arange(nodes)[None]
+        self.failed: set[int] = set()
         if draft is not None:
             self.tokens = draft[:, : nodes - 1].tolist()
             if draft.shape[1] > nodes - 1:
@@ -68,6 +75,7 @@ class Walk:
     def roots(self, threads: Any, states: list[State]) -> None:
         """The root of each row alone."""
         threads.unsafe_compute_mask_ptr([(state.matcher, row * self.nodes) for row, state in enumerate(states)], *self.where)
+        self._note((row, state.matcher) for row, state in enumerate(states))
 
     def chains(self, threads: Any, states: list[State]) -> None:
         """The nodes of each row's chain, down to the first that the grammar refuses."""
@@ -75,37 +83,46 @@ class Walk:
         for row, state in enumerate(states):
             tokens = self._known(self.tokens[row])
             if tokens:
-                drafted.append((state.matcher, row * self.nodes, tokens))
+                drafted.append((state.matcher.deep_copy(), row * self.nodes, tokens))  # the library walks it down and back
             else:
                 bare.append((state.matcher, row * self.nodes))
         if drafted:
             threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *self.where)
         if bare:
             threads.unsafe_compute_mask_ptr(bare, *self.where)
+        self._note((line // self.nodes, matcher) for matcher, line, _ in drafted)
+        self._note((line // self.nodes, matcher) for matcher, line in bare)
 
     def trees(self, threads: Any, states: list[State]) -> None:
         """The nodes of each row's tree whose path the grammar takes."""
-        visits = [(row, state.matcher, self._visit(row, state.matcher, 0)) for row, state in enumerate(states)]
+        visits = [(row, self._visit(row, state.matcher, 0)) for row, state in enumerate(states)]
         while visits:
-            stops = [(row, matcher, visit, next(visit, None)) for row, matcher, visit in visits]
-            visits = [(row, matcher, visit) for row, matcher, visit, node in stops if node is not None]
-            if visits:
-                threads.unsafe_compute_mask_ptr([(m, row * self.nodes + node) for row, m, _, node in stops if node is not None], *self.where)
+            stops = [(row, visit, next(visit, None)) for row, visit in visits]
+            visits = [(row, visit) for row, visit, stop in stops if stop is not None]
+            here = [(row, *stop) for row, _, stop in stops if stop is not None]
+            if here:
+                threads.unsafe_compute_mask_ptr([(matcher, row * self.nodes + node) for row, node, matcher in here], *self.where)
+                self._note((row, matcher) for row, _, matcher in here)
+
+    def _note(self, asked: Iterable[tuple[int, Any]]) -> None:
+        """Remember the rows whose matchers could not answer."""
+        self.failed.update(row for row, matcher in asked if matcher.is_error())
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
         """Tokens up to the first that is none: the library takes an id beyond its vocabulary for a fault of the caller's."""
         return list(takewhile(lambda token: 0 <= token < self.vocab_limit, tokens))
 
-    def _visit(self, row: int, matcher: Any, node: int) -> Iterator[int]:
-        """The nodes at and under ``node``, depth first; at each the matcher stands there."""
-        yield node
+    def _visit(self, row: int, matcher: Any, node: int) -> Iterator[tuple[int, Any]]:
+        """The nodes at and under ``node``, depth first, each with a matcher that stands there."""
+        yield node, matcher
         assert self.child is not None
         child = self.child[row][node]
         while child >= 0:
             token = self.tokens[row][child - 1]
-            if 0 <= token < self.vocab_limit and matcher.try_consume_tokens([token]) == 1:
-                yield from self._visit(row, matcher, child)
-                matcher.rollback(1)
+            if 0 <= token < self.vocab_limit:
+                below = matcher.deep_copy()
+                if below.try_consume_tokens([token]) == 1:
+                    yield from self._visit(row, below, child)
             child = self.sibling[row][child]
 
     def again(self, row: int, output: Sequence[int], rules: Rules) -> None:
