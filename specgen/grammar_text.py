@@ -19,6 +19,7 @@ from specgen.errors import ConfigError
 KEY = "sampling.grammar"
 FORMS = ("json", "regex", "ebnf")
 FILE_MARK = "@"
+LARGEST_FILE = 16 << 20  # bytes of a grammar
 # Between the parts of a JSON text. Without a bound a model that has lost the thread writes white space for ever, all of it legal.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
 END_TOKEN = "<|the text may end here|>"
@@ -56,8 +57,11 @@ def read_grammar(value: str) -> tuple[str, str]:
     path = file_of(value)
     if path is None:
         return form, text
+    file = Path(path).expanduser()
+    if not path.strip() or file.is_dir() or (file.exists() and not file.is_file()) or (file.is_file() and file.stat().st_size > LARGEST_FILE):
+        raise ConfigError(f"{KEY}={form}:{FILE_MARK}{path}: name a text file of at most {LARGEST_FILE >> 20} MiB behind {FILE_MARK}")
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+        text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{KEY}: {path} is not UTF-8 text; save it as such") from error
     except OSError as error:
@@ -91,6 +95,8 @@ def compiled(value: str, tokenizer: Any = None) -> str:
     try:
         if form == "json":
             schema = json.loads(text, parse_constant=_no_constant)
+            if schema is None:
+                raise ConfigError(f"{KEY}: the JSON schema must be an object or a boolean, not null")
             text = "{}" if schema is True else text  # the same to JSON Schema, and the library can give it options
             grammar: str = found.LLMatcher.grammar_from_json_schema(text, defaults=_white_space(schema))
         else:

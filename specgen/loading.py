@@ -26,6 +26,7 @@ from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.draft.load import FAMILY, load_drafter
 from specgen.draft.mtp_layouts import check_modules
 from specgen.engine.engine import Engine
+from specgen.errors import ConfigError
 from specgen.grammar_text import rules_of
 from specgen.models.generation import sampling_defaults
 from specgen.models.loader import load_target, local_folder
@@ -137,7 +138,7 @@ def with_model_defaults(config: Config, given: Iterable[str]) -> Config:
 
 
 def make_engine(config: Config, loaded: Loaded) -> Engine:
-    """Drafter and engine of a job over a loaded target."""
+    """Drafter and engine of a job over a loaded target. Raises ConfigError for parameters of the job with which no row can run."""
     target, tokenizer = loaded.target, loaded.tokenizer
     grammar = None if config.sampling.grammar is None else rules_of(config.sampling.grammar, tokenizer)
     drafter = load_drafter(config.draft, config.model, target, tokenizer)
@@ -153,6 +154,9 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         acceptance=config.sampling.acceptance,
         grammar=grammar,
     )
+    if (why := engine.scheduler.refusal(params_from_config(config.sampling, loaded.vocab_size))) is not None:
+        engine.close()
+        raise ConfigError(why)
     if grammar is not None:
         log.info("sampling.grammar: a decode step is two parts with one host read between them, and engine.overlap is 0")
     if drafter.rejection and drafter.method not in ("none", "ngram"):

@@ -173,3 +173,17 @@ def test_from_python() -> None:
     assert all(map(is_document, plain)) and texts({"method": "mtp", "topk": 2, "num_steps": 2}) == plain
     with pytest.raises(ConfigError, match=r"^sampling\.grammar: the regular expression cannot be used: \(: unclosed group$"):
         specgen.generate("a", sampling={"grammar": "regex:("})
+
+
+@pytest.mark.parametrize("path", ["", "/dev/zero", "{folder}", "{large}"])
+def test_what_is_no_text_file_of_a_sane_size_is_refused_unread(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.grammar_text.LARGEST_FILE", 1 << 20)
+    (tmp_path / "large").write_bytes(b"x" * ((1 << 20) + 1))
+    path = path.format(folder=tmp_path, large=tmp_path / "large")
+    with pytest.raises(ConfigError, match=f"^sampling.grammar=json:@{path}: name a text file of at most 1 MiB behind @$"):
+        read_grammar(f"json:@{path}")
+
+
+def test_a_schema_that_is_null_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^sampling\.grammar: the JSON schema must be an object or a boolean, not null$"):
+        compiled("json:null")

@@ -252,7 +252,7 @@ def test_without_the_harness_one_line_says_what_to_install(tmp_path: Path) -> No
     (tmp_path / "lm_eval" / "__init__.py").write_text("raise ImportError('not here')")
     done = run("--model", "specgen", cwd=tmp_path, path=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 2
-    assert done.stderr == "specgen: lm-evaluation-harness cannot be imported (not here): pip install 'specgen[lm-eval]'\n"
+    assert done.stderr == "specgen: lm-evaluation-harness cannot be imported (not here): pip install 'lm-eval>=0.4.9'\n"
 
 
 if HARNESS:

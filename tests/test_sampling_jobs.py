@@ -201,3 +201,24 @@ def test_the_next_job_on_the_same_target_is_not_deterministic_unless_it_says_so(
         )
         assert target.deterministic is on
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (["sampling.repetition_penalty=1e38"], "sampling.repetition_penalty=1e+38 must be between 1e-30 and 1e+30"),
+        (["sampling.presence_penalty=-3e38"], "sampling.presence_penalty=-3e+38 is too large: at most 1e+30 in size"),
+        (["sampling.logit_bias={50: 1e300}"], "sampling.logit_bias of token 50 is 1e+300: at most 1e+30 in size; see sampling.allowed_token_ids"),
+        (
+            ["sampling.allowed_token_ids=[2]", "sampling.min_tokens=5"],
+            "no token is left to sample: sampling.allowed_token_ids less sampling.banned_token_ids and, before sampling.min_tokens, the ids that end "
+            "a row, is empty",
+        ),
+    ],
+)
+def test_parameters_with_which_no_row_can_run_end_the_job_before_any_row(
+    values: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(tmp_path / "o", *values) == 2
+    assert capsys.readouterr().err == f"specgen: {said}\n"
+    assert not (tmp_path / "o").exists()

@@ -42,7 +42,8 @@ def complaint(params: SamplingParams, stop_ids: tuple[int, ...], vocab_limit: in
         return f"sampling.repetition_penalty={params.repetition_penalty:g} must be between {SMALLEST:g} and {LARGEST:g}"
     for token, value in params.logit_bias:
         if abs(value) > LARGEST:
-            return f"sampling.logit_bias of token {token} is {value:g}: at most {LARGEST:g} in size; ban a token with sampling.banned_token_ids"
+            instead = "allowed_token_ids" if value > 0 else "banned_token_ids"
+            return f"sampling.logit_bias of token {token} is {value:g}: at most {LARGEST:g} in size; see sampling.{instead}"
     ids = [token for token, _ in params.logit_bias]
     for name, listed in (("logit_bias", ids), ("allowed_token_ids", params.allowed_token_ids), ("banned_token_ids", params.banned_token_ids)):
         if listed and max(listed) >= vocab_size:

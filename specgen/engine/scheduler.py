@@ -23,7 +23,7 @@ from specgen.engine.rows import DeviceRows
 from specgen.engine.sampling import logprob_entries
 from specgen.engine.text import OutputText
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
-from specgen.types import Request, SamplingParams
+from specgen.types import Prompt, Request, SamplingParams
 
 # A step's finish codes, by number (``kernels.reference_step``).
 FINISH_NAMES = (None, "stop", "length", "context", "error")
@@ -132,6 +132,10 @@ class Scheduler:
             self._finished_early.append(request)
         else:
             self.waiting.append(request)
+
+    def refusal(self, params: SamplingParams) -> str | None:
+        """Why no row with these parameters can run, or None."""
+        return self._complaint(Request(Prompt(index=0, id=0, key=0, token_ids=[]), params))
 
     def _complaint(self, request: Request) -> str | None:
         """Why a row's law cannot be applied. Most rows have the job's own parameters, the same object, which are looked at once."""

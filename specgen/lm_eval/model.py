@@ -30,7 +30,7 @@ try:
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
 except ImportError as error:
-    raise ConfigError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'specgen[lm-eval]'") from error
+    raise ConfigError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'lm-eval>=0.4.9'") from error
 
 log = logging.getLogger("specgen")
 

@@ -1,7 +1,7 @@
 """GSM8K: grade-school word problems with one number as the answer (Cobbe et al. 2021, "Training verifiers to solve math word problems").
 
 Boundary: text in, number out. Layouts: the published ``question``/``answer``, and ``turns``/``reference``. The score is exact equality of numbers;
-where math-verify is installed (``pip install specgen[tasks]``) it judges answers that are not plain numbers.
+where math-verify is installed (the extra ``tasks``) it judges answers that are not plain numbers.
 """
 
 from __future__ import annotations
