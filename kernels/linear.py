@@ -1,7 +1,7 @@
 """Matrix products of a decode step: few rows against a large weight, where the only cost is reading the weight once.
 
 A streaming kernel for up to 128 rows (weight tiles in a deep pipeline, K split over programs, parts added in a fixed order by the last program to
-arrive, never by float atomics), next to cuBLAS; which of them serves a shape is decided by measurement (``tune_linear``), cuBLAS before that.
+arrive, never by float atomics), next to cuBLAS; which of them serves a shape is decided by measurement (``models/tune.py``), cuBLAS before that.
 Deterministic mode: one tile shape, one K order and one instruction for every number of rows.
 Boundary: kernels, launchers and the table of choices; the meaning of each argument is defined by ``reference.py``.
 """
@@ -275,7 +275,7 @@ _stages: dict[Any, int] = {}  # pipeline depths that fit, once found
 
 
 def _key(tokens: int, columns: int, depth: int, dtype: torch.dtype, gated: bool) -> str:
-    bucket = next(b for b in _BUCKETS if tokens <= b)
+    bucket = bucket_of(tokens)
     return f"{columns}x{depth}{'g' if gated else ''}:{bucket}:{str(dtype).removeprefix('torch.')}"
 
 
