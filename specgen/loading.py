@@ -26,6 +26,7 @@ from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.draft.load import FAMILY, load_drafter
 from specgen.draft.mtp_layouts import check_modules
 from specgen.engine.engine import Engine
+from specgen.engine.rehearsal import working_bytes
 from specgen.errors import ConfigError
 from specgen.grammar_text import rules_of
 from specgen.models.generation import sampling_defaults
@@ -142,6 +143,13 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
     target, tokenizer = loaded.target, loaded.tokenizer
     grammar = None if config.sampling.grammar is None else rules_of(config.sampling.grammar, tokenizer)
     drafter = load_drafter(config.draft, config.model, target, tokenizer)
+    params = params_from_config(config.sampling, loaded.vocab_size)
+    options: dict[str, Any] = {
+        "vocab_limit": None if tokenizer is None else len(tokenizer),
+        "logprobs": config.sampling.logprobs,
+        "acceptance": config.sampling.acceptance,
+    }
+    working = working_bytes(target, drafter, config.engine, config.draft, params, **options)
     engine = Engine(
         target,
         drafter,
@@ -149,12 +157,11 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         config.draft,
         tokenizer=tokenizer,
         skip_special_tokens=config.output.skip_special_tokens,
-        vocab_limit=None if tokenizer is None else len(tokenizer),
-        logprobs=config.sampling.logprobs,
-        acceptance=config.sampling.acceptance,
         grammar=grammar,
+        working_bytes=working,
+        **options,
     )
-    if (why := engine.scheduler.refusal(params_from_config(config.sampling, loaded.vocab_size))) is not None:
+    if (why := engine.scheduler.refusal(params)) is not None:
         engine.close()
         raise ConfigError(why)
     if grammar is not None:
@@ -163,6 +170,8 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         log.info("sampling.acceptance=rejection: text at a temperature depends on the drafter, draft.topk and draft.num_steps")
     tokens = (engine.pages.num_pages - 1) * engine.pages.page_size
     size = tokens * (target.kv_bytes_per_token + drafter.kv_bytes_per_token()) / 2**30
+    if working is not None:
+        log.info("a step's tensors and graphs: %.3g GiB beside weights and KV pool, measured", working / 2**30)
     log.info("KV pool: %s tokens (%.3g GiB) for at most %d rows at a time", f"{tokens:,}", size, engine.max_batch)
     return engine
 

@@ -325,7 +325,10 @@ def test_the_controller_is_told_of_every_step_what_its_rows_did(overlap: int) ->
         counted = [sum(values) for values in itertools.zip_longest(*(getattr(r.counts, name) for r in result.requests), fillvalue=0)]
         assert told == counted
     assert sum(o.rows for _, o in script.told) == sum(map(len, result.steps))
-    assert all(outcome.caught_up == (before.num_steps == 0 < choice.num_steps) for (before, _), (choice, outcome) in itertools.pairwise(script.told))
+    chosen = [choice.num_steps for choice, _ in script.told]
+    back = [False] + [before == 0 < now for before, now in itertools.pairwise(chosen)]  # the drafter is brought up to date in this step
+    launching = [overlap == 1 and following for following in back[1:]] + [False]  # ... or the host does so for the next one
+    assert [outcome.caught_up for _, outcome in script.told] == [a or b for a, b in zip(back, launching, strict=True)] and any(back)
     assert all(outcome.usable != outcome.caught_up for _, outcome in script.told)
 
 
@@ -348,13 +351,20 @@ def test_a_step_beside_a_prefill_has_no_time(overlap: int) -> None:
 class Device:
     """A made-up device: a step of S takes ``cost(bucket, S)`` seconds, and a draft at depth d is accepted at ``rates[d]``, drawn row by row.
 
-    The host learns of a step ``late`` steps after it chose it. Catching up takes half a plain step.
+    The host learns of a step ``late`` steps after it chose it. Catching up takes half a plain step, and ``launch`` plain steps of the host's time
+    before that: of the step's own, or where it learns late, of the step before.
     """
 
     def __init__(
-        self, controller: AdaptiveController, cost: Callable[[int, int], float], rates: Sequence[float], late: int = 1, seed: int = 0
+        self,
+        controller: AdaptiveController,
+        cost: Callable[[int, int], float],
+        rates: Sequence[float],
+        late: int = 1,
+        seed: int = 0,
+        launch: float = 0.0,
     ) -> None:
-        self.controller, self.cost, self.rates, self.late = controller, cost, list(rates), late
+        self.controller, self.cost, self.rates, self.late, self.launch = controller, cost, list(rates), late, launch
         self.random = random.Random(seed)
         self.pending: list[tuple[Choice, Outcome]] = []
         self.away = False
@@ -372,10 +382,22 @@ class Device:
             spent[choice.num_steps] = spent.get(choice.num_steps, 0.0) + outcome.seconds
             self.seconds += outcome.seconds
             self.tokens += 1 + sum(outcome.accepted) / bucket
+            if outcome.caught_up and self.launch:
+                self._launch(choice, outcome)
             self.pending.append((choice, outcome))
             if len(self.pending) > self.late:
                 self.controller.stepped(*self.pending.pop(0))
         return spent
+
+    def _launch(self, choice: Choice, outcome: Outcome) -> None:
+        seconds = self.launch * self.cost(choice.bucket, 0)
+        self.seconds += seconds
+        held = outcome
+        if self.late:
+            held = self.pending[-1][1]
+            held.usable, held.caught_up, held.ahead = False, True, choice.trial
+        assert held.seconds is not None
+        held.seconds += seconds
 
     def outcome(self, choice: Choice) -> Outcome:
         bucket, steps = choice.bucket, choice.num_steps
@@ -447,12 +469,23 @@ def test_probing_never_costs_more_than_its_share_captures_included(capture_s: fl
     assert device.tokens / device.seconds > 0.985 / memory_bound(4, 0)
 
 
-def test_the_draft_comes_back_when_acceptance_returns() -> None:
-    device = Device(AdaptiveController(4), memory_bound, [0.0] * 4)
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_the_host_takes_to_catch_up_is_part_of_what_probing_costs(late: int) -> None:
+    """Launching it may take many steps of a small model, and with overlap they are added to the step before."""
+    device = Device(AdaptiveController(5), memory_bound, [0.0] * 5, late, launch=12.0)
+    device.run(200, 1)
+    device.seconds = device.tokens = 0.0
+    device.run(30000, 1)
+    assert 0 < 1 - device.tokens / device.seconds * memory_bound(1, 0) < 0.011
+
+
+@pytest.mark.parametrize("launch", [0.0, 12.0])
+def test_the_draft_comes_back_when_acceptance_returns(launch: float) -> None:
+    device = Device(AdaptiveController(4), memory_bound, [0.0] * 4, launch=launch)
     spent = device.run(3000)
     assert max(spent, key=spent.__getitem__) == 0
     device.rates = [0.9] * 4
-    spent = device.run(3000)
+    spent = device.run(3000 if not launch else 6000)
     assert sum(seconds for steps, seconds in spent.items() if steps >= 3) > 0.5 * sum(spent.values())
     spent = device.run(1000)
     assert spent.keys() <= {3, 4}

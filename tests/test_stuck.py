@@ -278,7 +278,8 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.gpu
 def test_a_sleeping_cuda_device_ends_the_job_and_compiling_does_not(tmp_path: Path) -> None:
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "SPECGEN_CACHE": str(tmp_path / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings = {**os.environ, "PYTHONPATH": places, "SPECGEN_CACHE": str(tmp_path / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     common = ["baseline=false", "sampling.max_tokens=16", "engine.max_batch=4", "model.device=cuda"]
     command = [sys.executable, "-c", SLEEPING, f"output.dir={tmp_path / 'o'}", "engine.stuck_after_s=2", *common]
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True, timeout=400)

@@ -19,7 +19,7 @@ PERIOD = 8  # decode steps between decisions
 BURST = 4  # steps of a probe
 PROBE_SHARE = 0.01  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
-GAIN = 1.03  # how much better a choice must be to replace the current one
+GAIN = 1.02  # how much better a choice must be to replace the current one
 SURE_GAIN = 1.1  # ... when it has never been timed here
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
@@ -46,8 +46,8 @@ class Choice(NamedTuple):
 class Outcome:
     """What came of a step. ``seconds`` is None where it cannot be told (a prefill ran along); ``usable``: it is the plain cost of such a step.
 
-    ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and
-    accepted: of them, by depth.
+    ``caught_up``: the drafter was brought up to date in it, or the host launched that for the step after it; ``ahead``: what it launched belongs to a
+    trial; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and accepted: of them, by depth.
     """
 
     seconds: float | None
@@ -56,6 +56,7 @@ class Outcome:
     accepted: Sequence[int] = ()
     usable: bool = True
     caught_up: bool = False
+    ahead: bool = False
     capture_s: float = 0.0
 
 
@@ -206,10 +207,16 @@ class AdaptiveController:
     price: float = math.inf  # what the next probe is expected to cost
     trial_left: int = 0
     capture_s: float = 0.0  # of the last graph capture
-    catch_up_s: float = 0.0  # of the last catching up
+    launch_s: float = 0.0  # of a catching up, what the step before it took longer
+    catch_ups: deque[float] | None = None  # seconds of the last ones; None until there was one, which may have compiled something
 
     def __post_init__(self) -> None:
         self.acceptance = Acceptance(self.max_steps)
+
+    @property
+    def catch_up_s(self) -> float:
+        """What catching up is expected to take."""
+        return sorted(self.catch_ups)[len(self.catch_ups) // 2] if self.catch_ups else 0.0
 
     # -- before a step --------------------------------------------------------------------------------------------------------------------
 
@@ -310,15 +317,32 @@ class AdaptiveController:
         self._pay(choice, outcome, outcome.seconds)
 
     def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:
-        """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most."""
+        """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most.
+
+        With overlap the host launches a trial's first step, catching up included, while the step before it runs: what that one takes longer than
+        usual is the trial's loss too.
+        """
         self.credit += PROBE_SHARE * seconds
-        plain = self.costs.cost(choice.key, 0)
+        longer = max(0.0, seconds - self.costs.cost(choice.key, choice.num_steps))
         if choice.trial:
             tokens = 1 + sum(outcome.accepted) / max(1, outcome.rows)
-            self.credit -= seconds - tokens * plain
-            if outcome.caught_up:
-                self.catch_up_s = max(0.0, seconds - outcome.capture_s - self.costs.cost(choice.key, choice.num_steps))
+            self.credit -= seconds - tokens * self.costs.cost(choice.key, 0)
+        elif outcome.ahead:
+            self.credit -= longer
+        if outcome.caught_up:
+            self._caught_up(choice.num_steps > 0, max(0.0, longer - outcome.capture_s))
         self.credit = min(self.credit, 2 * self.price)
+
+    def _caught_up(self, there: bool, seconds: float) -> None:
+        """Note what catching up took: in the step before it, or ``there``, in the step itself."""
+        if not there:
+            self.launch_s = seconds
+            return
+        if self.catch_ups is None:
+            self.catch_ups = deque(maxlen=3)
+        else:
+            self.catch_ups.append(self.launch_s + seconds)
+        self.launch_s = 0.0
 
     def report(self) -> list[dict[str, Any]]:
         """What was chosen and why: for each (bucket, S) its steps, the seconds of those without a prefill, the cost of one, and the tokens a row is

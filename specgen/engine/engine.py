@@ -31,6 +31,7 @@ from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
 from specgen.engine.memory import PageTable, spec_reserve
 from specgen.engine.pacing import Pacing
+from specgen.engine.plan import plan_pages
 from specgen.engine.prefill import PrefillBuffers, StagedPrefill
 from specgen.engine.rejection import draw_or_reject
 from specgen.engine.rows import DeviceRows
@@ -49,7 +50,6 @@ MOVES = frozenset({"sampled", MIN_TOKENS})  # features that look at a row's outp
 log = logging.getLogger("specgen")
 T = TypeVar("T")
 DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
-CPU_KV_BYTES = 1 << 30
 
 
 @dataclass
@@ -97,10 +97,12 @@ class Engine:
         logprobs: int | None = None,
         acceptance: str = "invariant",
         grammar: Rules | None = None,
+        working_bytes: int | None = None,
     ) -> None:
+        """``working_bytes``: what steps take of the device beside the KV pool (``engine.rehearsal``), where that is known."""
         self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
         self.device = target.device
-        self.overlap = {"0": 0, "1": 1}.get(str(engine.overlap), int(self.device.type == "cuda" and grammar is None))
+        self.overlap = overlap_of(engine, self.device, grammar is not None)
         assert grammar is None or self.overlap == 0, "the masks of a step follow from the tokens of the step before"
         self.num_steps, self.topk = drafter.num_steps, drafter.topk
         self.vocab_limit = min(vocab_limit or target.vocab_size, target.vocab_size)
@@ -111,17 +113,17 @@ class Engine:
         self.top = logprobs
         self.tap: Callable[[Tensor], None] | None = None  # sees the logits of every draw (the lossless check; eager engines only)
         target.make_deterministic(engine.deterministic)
-        max_batch = engine.max_batch or DEFAULT_MAX_BATCH.get(self.device.type, 32)
-        adaptive = draft.adaptive and self.num_steps > 0
-        depths = range(self.num_steps + 1) if adaptive else (self.num_steps,)  # every S the job may use
-        self.reserve = spec_reserve(
-            depths, self.topk, [drafter.nodes(s) for s in depths], [drafter.slots(s) for s in depths], drafter.lead, self.overlap
-        )
+        max_batch = max_batch_of(engine, self.device)
+        depths = depths_of(drafter, draft)
+        adaptive = len(depths) > 1
+        self.reserve = reserve_of(drafter, draft, self.overlap)
         ring = (max_batch + 1, drafter.states_read * target.hidden_size, target.dtype)
         page, most_nodes = engine.page_size, max(drafter.nodes(s) for s in depths)
-        other_bytes = StateRing.size(*ring) if adaptive else 0
+        other_bytes = working_bytes if working_bytes is not None else StateRing.size(*ring) if adaptive else 0
         other_bytes += GrammarMasks.size(grammar, max_batch, most_nodes) if grammar is not None else 0
-        num_pages = self._plan_pages(max_batch, page, other_bytes)
+        page_bytes = page * (target.kv_bytes_per_token + drafter.kv_bytes_per_token())
+        most = max_batch * (-(-(self.max_length + self.reserve) // page)) + 1
+        num_pages = plan_pages(engine, self.device, page_bytes, most, other_bytes)
         if num_pages - 1 < max_batch:
             max_batch = num_pages - 1  # every row holds a page at least
             ring = (max_batch + 1, *ring[1:])
@@ -177,28 +179,6 @@ class Engine:
             self._first_logprobs = BufferRing(self.overlap + 2, max_batch, 1, shape[2], dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
         self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
-
-    # -- sizes ----------------------------------------------------------------------------------------------------------------------------
-
-    def _plan_pages(self, max_batch: int, page: int, other_bytes: int) -> int:
-        """Pages of the KV pool: what the memory setting allows, and never more than every slot at full length can use. ``other_bytes``: what else
-        will be allocated on the device."""
-        per_page = page * (self.target.kv_bytes_per_token + self.drafter.kv_bytes_per_token())
-        most = max_batch * (-(-(self.max_length + self.reserve) // page)) + 1
-        if self.config.kv_memory_gb is not None:
-            budget = int(self.config.kv_memory_gb * 2**30)
-        elif self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what an earlier engine of this process gave back is torch's until now
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = int(free - (1 - self.config.memory_fraction) * total) - other_bytes
-        else:
-            budget = CPU_KV_BYTES
-        pages = min(most, budget // per_page)
-        if pages < 2:
-            raise CapacityError(
-                f"the KV pool's budget of {max(budget, 0) / 2**30:.2f} GiB holds no page of {per_page} bytes: raise engine.kv_memory_gb"
-            )
-        return int(pages)
 
     # -- the public verbs -----------------------------------------------------------------------------------------------------------------
 
@@ -536,6 +516,27 @@ class Engine:
         if self.checks is not None:
             self.checks.raise_if_any()  # waits for the device: the price of checking
         return done
+
+
+def max_batch_of(engine: EngineConfig, device: torch.device) -> int:
+    """The most rows at a time that a configuration asks for."""
+    return engine.max_batch or DEFAULT_MAX_BATCH.get(device.type, 32)
+
+
+def overlap_of(engine: EngineConfig, device: torch.device, grammar: bool) -> int:
+    """How many steps the host may be behind."""
+    return {"0": 0, "1": 1}.get(str(engine.overlap), int(device.type == "cuda" and not grammar))
+
+
+def depths_of(drafter: Drafter, draft: DraftConfig) -> Sequence[int]:
+    """Every num_steps a job may use."""
+    return range(drafter.num_steps + 1) if draft.adaptive and drafter.num_steps > 0 else (drafter.num_steps,)
+
+
+def reserve_of(drafter: Drafter, draft: DraftConfig, overlap: int) -> int:
+    """KV slots a row needs beyond its length (``spec_reserve``)."""
+    depths = depths_of(drafter, draft)
+    return spec_reserve(depths, drafter.topk, [drafter.nodes(s) for s in depths], [drafter.slots(s) for s in depths], drafter.lead, overlap)
 
 
 def _fetched(buffer: CpuGpuBuffer, source: Tensor, n: int) -> CpuGpuBuffer:

@@ -87,7 +87,11 @@ class Pacing:
             seconds = now - self._start if paced.clean else None
         outcome = _outcome(result, paced.choice.num_steps)
         outcome.seconds, outcome.capture_s, outcome.caught_up = seconds, capture_s, paced.catch_up > 0
-        outcome.usable = not capture_s and not paced.catch_up
+        ahead = launched.paced
+        if ahead is not None and ahead is not paced and (ahead.catch_up or capture_s):  # the host spent part of this time on the next step
+            outcome.caught_up |= ahead.catch_up > 0
+            outcome.ahead = ahead.choice.trial
+        outcome.usable = not capture_s and not outcome.caught_up
         self.controller.stepped(paced.choice, outcome)
 
     def _capture_seconds(self) -> float:

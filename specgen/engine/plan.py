@@ -1,0 +1,43 @@
+"""How many pages the KV pool gets: what the memory setting leaves, and never more than every row at full length can use.
+
+Boundary: bytes and pages. What a step takes beside the pool is measured by ``engine.rehearsal`` and comes in as a number.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from specgen.config import EngineConfig
+from specgen.errors import CapacityError
+
+CPU_KV_BYTES = 1 << 30
+
+
+def device_budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes of a CUDA device that ``engine.memory_fraction`` still leaves to this process, weights already there; below 0 when it is passed."""
+    torch.cuda.empty_cache()  # what an earlier engine of this process gave back is torch's until now
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1 - config.memory_fraction) * total)
+
+
+def plan_pages(config: EngineConfig, device: torch.device, page_bytes: int, most: int, other_bytes: int) -> int:
+    """Pages of the pool, scratch included, at most ``most``. page_bytes: of target and drafter together. other_bytes: what else will be allocated
+    on the device. Raises CapacityError when not even one row's page fits."""
+    if config.kv_memory_gb is not None:
+        budget = int(config.kv_memory_gb * 2**30)
+    elif device.type == "cuda":
+        budget = device_budget(config, device) - other_bytes
+    else:
+        budget = CPU_KV_BYTES
+    pages = min(most, budget // page_bytes)
+    if pages < 2:
+        raise CapacityError(
+            f"the KV pool's budget of {max(budget, 0) / 2**30:.2f} GiB holds no page of {page_bytes} bytes: {_remedy(config, device)}"
+        )
+    return int(pages)
+
+
+def _remedy(config: EngineConfig, device: torch.device) -> str:
+    if config.kv_memory_gb is not None or device.type != "cuda":
+        return "raise engine.kv_memory_gb"
+    return "raise engine.memory_fraction, or lower engine.prefill_tokens or engine.max_batch, whose tensors take the rest"
