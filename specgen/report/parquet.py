@@ -80,7 +80,8 @@ def _valid(text: str | None, notes: Counter[str]) -> str | None:
     if text is None:
         return None
     repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    notes[REPLACED] += sum(a != b for a, b in zip(text, repaired, strict=False)) if repaired != text else 0
+    if repaired != text:
+        notes[REPLACED] += sum(a != b for a, b in zip(text, repaired, strict=False))
     return repaired
 
 

@@ -5,6 +5,7 @@ Boundary: takes Completions and puts them on the disk. Knows nothing of how they
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -49,10 +50,19 @@ def row_of(
     if provenance and completion.provenance is not None:
         row["provenance"] = completion.provenance
     if completion.logprobs is not None:
-        row["logprobs"] = completion.logprobs
+        row["logprobs"] = _zeros_null(completion.logprobs)
     if prompt_token_ids:
         row["prompt_token_ids"] = completion.prompt_token_ids
     return row
+
+
+def _zeros_null(logprobs: Any) -> Any:
+    """A copy with null for each logarithm of a probability of 0: the law's own value, which is written so by intent and not counted as a fault."""
+    if isinstance(logprobs, float):
+        return None if logprobs == -math.inf else logprobs
+    if isinstance(logprobs, dict):
+        return {name: _zeros_null(value) for name, value in logprobs.items()}
+    return [_zeros_null(value) for value in logprobs] if isinstance(logprobs, list | tuple) else logprobs
 
 
 def _turn(turn: dict[str, Any], token_ids: bool) -> dict[str, Any]:
