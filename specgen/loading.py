@@ -82,12 +82,13 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     global _last
     device = resolve_device(model.device)
     path = target_path(model)
+    name = "embedded" if model.source == "embedded" else path
     folder = Path(path).expanduser()  # told from another by where it is, whatever the working directory was
     key = repr((asdict(model), str(folder.absolute()) if folder.is_dir() else path, str(device)))
     if _last is not None and _last.key == key:
         before_weights(_last.tokenizer)
         _last.load_s = 0.0
-        log.info("target: %s is still loaded from the job before", path)
+        log.info("target: %s is still loaded from the job before", name)
         return _last
     _last = None
     start = time.perf_counter()
@@ -98,7 +99,7 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
         dtype = "float32"  # a CPU multiplies float32 faster than bfloat16, and exactly enough that greedy text does not depend on the batch
     target = load_target(model, device, dtype)
     load_s = time.perf_counter() - start
-    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), load_s)
+    log.info("target loaded: %s on %s, %s, in %.1f s", name, device, str(target.dtype).removeprefix("torch."), load_s)
     log.info("a row ends at token ids %s", list(target.eos_ids))
     _last = Loaded(key, target, tokenizer, load_s)
     return _last
