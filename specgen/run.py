@@ -41,6 +41,7 @@ from specgen.loading import (
     with_model_defaults,
 )
 from specgen.models.target import Target
+from specgen.pasting import setting
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
 from specgen.report import stats as report_stats
@@ -277,7 +278,7 @@ class _Run:
 
     def verdict(self, stats: dict[str, Any], folder: Path) -> int:
         """The exit code, and what to do next where the run ended early."""
-        go_on = f"go on with `python -m specgen resume={folder}`"
+        go_on = f"go on with `python -m specgen {setting('resume', folder)}`"
         if self.signals.caught is not None:
             log.warning("interrupted: %s", go_on if self.incomplete else "every row was finished before")
             return 128 + self.signals.caught

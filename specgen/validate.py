@@ -21,6 +21,7 @@ from specgen.draft.checkpoints import check_kind, check_steps
 from specgen.draft.mtp_layouts import check_modules
 from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
 from specgen.grammar_text import compiled, split_form
+from specgen.pasting import setting
 from specgen.schema import SELECTORS, shown
 
 ANYTHING = object()
@@ -100,7 +101,9 @@ def _check_paths_given(config: Config, given: frozenset[str]) -> None:
     model, draft, data = config.model, config.draft, config.data
     if model.source == "embedded":
         if model.path is not None:
-            raise ConfigError(f"model.path={model.path} is given, but model=embedded brings its own weights; use model=hf model.path={model.path}")
+            raise ConfigError(
+                f"model.path={model.path} is given, but model=embedded brings its own weights; use model=hf {setting('model.path', model.path)}"
+            )
         if model.revision is not None:
             raise ConfigError(f"model.revision={model.revision} is given, but model=embedded has none; use model=hf model.path=HUB_ID")
     elif model.path is None:
@@ -111,7 +114,7 @@ def _check_paths_given(config: Config, given: frozenset[str]) -> None:
     if model.source == "hf" and draft.path is None and draft.method in NEEDS_PATH:
         raise ConfigError(f"draft={draft.method} needs weights: give draft.path=FOLDER_OR_HUB_ID, or draft=none for plain decoding")
     if data.path is not None and data.source in ("embedded", "random"):
-        instead = f"data={data_source_for(data.path)} data.path={data.path}"
+        instead = f"data={data_source_for(data.path)} {setting('data.path', data.path)}"
         raise ConfigError(f"data.path={data.path} is given, but data={data.source} makes its own rows; use {instead}")
     if data.path is None and data.source not in ("embedded", "random"):
         raise ConfigError(f"data={data.source} needs data.path={'DATASET_ID' if data.source == 'hub' else 'FILE'}")
@@ -287,7 +290,7 @@ def local_folder(group: str, path: str, revision: str | None) -> Path | None:
         raise CheckpointError(f"{group}.path={path} is a file; give the folder that holds config.json and the weights")
     name, at, branch = path.partition("@")
     if at and HUB_ID.fullmatch(name):
-        instead = f"{group}.path={name}" + (f" model.revision={branch}" if group == "model" else "")
+        instead = f"{group}.path={name}" + (f" {setting('model.revision', branch)}" if group == "model" else "")
         raise ConfigError(f"{group}.path={path} is not a folder, and a hub id has no @; use {instead}")
     if not HUB_ID.fullmatch(path):
         raise CheckpointError(f"{group}.path={path}: no such folder, and not a hub id of the form ORGANISATION/NAME")

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from specgen.errors import DataError
+from specgen.pasting import setting
 from specgen.report.disk import FolderLock, dumps, storage_error, sync_folder
 from specgen.report.parquet import ParquetParts
 from specgen.report.resume import ROWS_NAME, Finished, drop_superseded, holds_results, open_for_resume, rows_format
@@ -115,7 +116,7 @@ class RunWriter:
             if resume:
                 self._resume(resume_errors)
             elif holds_results(folder):
-                raise DataError(f"{folder} already holds the results of a run; choose another output.dir or go on with resume={folder}")
+                raise DataError(f"{folder} already holds the results of a run; choose another output.dir or go on with {setting('resume', folder)}")
         except BaseException:
             self._unlock()
             raise
@@ -235,7 +236,7 @@ class _Lines:
         self._synced_at, self._dirty = time.monotonic(), False
 
     def _fail(self, error: OSError) -> DataError:
-        outcome = f"the {self._rows} rows this start wrote are complete: free space and go on with resume={self._folder}"
+        outcome = f"the {self._rows} rows this start wrote are complete: free space and go on with {setting('resume', self._folder)}"
         self._failure = storage_error(self._path, error, outcome)
         return self._failure
 
