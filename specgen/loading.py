@@ -32,7 +32,7 @@ from specgen.models.generation import sampling_defaults
 from specgen.models.loader import load_target, local_folder
 from specgen.models.target import Target
 from specgen.types import Prompt
-from specgen.validate import check_draft_files
+from specgen.validate import check_draft_files, check_token_ids
 
 log = logging.getLogger("specgen")
 
@@ -117,10 +117,19 @@ def check_hub(config: Config) -> None:
     if model.source == "hf" and not Path(str(model.path)).expanduser().is_dir():
         folder = local_folder(str(model.path), model.revision, weights=False, code=model.trust_remote_code)
         check_model(folder, weights=False, tokenizer=lambda: False)
+        check_token_ids(config, folder)
         if draft.method == "mtp":
             check_modules(folder, draft.num_steps)
     if draft.path is not None and not Path(draft.path).expanduser().is_dir():
         check_draft_files(draft, local_folder(draft.path, weights=False), weights=False)
+
+
+def check_sampling(config: Config, tokenizer: Any | None) -> None:
+    """What the tokenizer is enough to refuse of ``sampling.*``: for ``load``'s ``before_weights``. Raises ConfigError."""
+    if config.sampling.grammar is not None:
+        rules_of(config.sampling.grammar, tokenizer)
+    if tokenizer is not None:
+        params_from_config(config.sampling, len(tokenizer))
 
 
 def with_model_defaults(config: Config, given: Iterable[str]) -> Config:

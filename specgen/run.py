@@ -26,12 +26,12 @@ from specgen.data.tasks.base import NO_GROUP, Task, load_task, score_run, score_
 from specgen.engine.engine import Engine
 from specgen.engine.watch import OnStuck, Watch
 from specgen.errors import ConfigError
-from specgen.grammar_text import rules_of
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
 from specgen.loading import (
     Loaded,
     check_hub,
+    check_sampling,
     choose_threads,
     load,
     make_engine,
@@ -133,8 +133,7 @@ def _check_task(config: Config, task: Task | None) -> None:
 
 def _before_weights(config: Config, data: DataConfig, tokenizer: Any | None, task: Task | None, rereadable: bool) -> None:
     """What the tokenizer is enough to refuse."""
-    if config.sampling.grammar is not None:
-        rules_of(config.sampling.grammar, tokenizer)
+    check_sampling(config, tokenizer)
     check_first_row(data, config.sampling, tokenizer, task, rereadable)
 
 
