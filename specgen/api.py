@@ -10,6 +10,7 @@ import copy
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from os import PathLike, fspath
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from specgen.data.prompts import PromptReader
 from specgen.data.sampling import ROW_KEYS, params_from_config, row_params
 from specgen.errors import CapacityError, ConfigError, DataError, SpecgenError
 from specgen.job import Job
-from specgen.loading import Loaded, check_hub, load, make_engine, on_device, resolve_device, with_model_defaults
+from specgen.loading import Loaded, check_hub, check_sampling, load, make_engine, on_device, resolve_device, with_model_defaults
 from specgen.schema import SELECTORS, build, shown
 from specgen.types import Completion, Prompt
 from specgen.validate import validate
@@ -72,7 +73,7 @@ def generate(
 
 
 def _generate(config: Config, rows: list[dict[str, Any]], on_error: str) -> list[Completion]:
-    loaded = load(config.model)
+    loaded = load(config.model, partial(check_sampling, config))
     read = list(reader(config, loaded).read(rows))
     if on_error == "raise":
         for prompt in read:
@@ -114,7 +115,7 @@ class Engine:
         self._config = config_of(**given)
         self._device = resolve_device(self._config.model.device)
         with on_device(self._device):
-            self._loaded = load(self._config.model)
+            self._loaded = load(self._config.model, partial(check_sampling, self._config))
             self._inner = make_engine(self._config, self._loaded)
         self._job_params = params_from_config(self._config.sampling, self._loaded.vocab_size)
         self._job = Job(self._inner, self._config, self._loaded.tokenizer, self._job_params)

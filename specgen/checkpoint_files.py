@@ -48,6 +48,14 @@ def check_draft(folder: Path, *, weights: bool) -> None:
         check_weights(folder)
 
 
+def vocab_size(folder: Path) -> int | None:
+    """The number of token ids that a target's ``config.json`` gives its model; None where it does not say. Raises CheckpointError."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def _check_config(folder: Path) -> None:
     if not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")

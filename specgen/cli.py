@@ -23,7 +23,8 @@ from specgen.compose import composer, enter_hydra, folder_asked_for, options, re
 from specgen.config import to_dict
 from specgen.errors import ConfigError, SpecgenError
 from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line, say
-from specgen.overrides import Override, parse, plain_value, quoted, refuse_sweep
+from specgen.overrides import Override, parse, plain_value, refuse_sweep
+from specgen.pasting import quoted
 from specgen.validate import validate
 
 if TYPE_CHECKING:

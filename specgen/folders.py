@@ -22,7 +22,8 @@ from typing import Any
 import yaml
 
 from specgen.errors import ConfigError, DataError
-from specgen.report.disk import sync_folder
+from specgen.pasting import setting
+from specgen.report.disk import holder, sync_folder
 
 ROWS = ("generations.jsonl", "generations", "stats.json")
 RESULTS = (*ROWS, "attempts.jsonl", ".hydra", "sweep.csv", "multirun.yaml")
@@ -50,13 +51,24 @@ def claim(chosen: str | None, root: str = "outputs") -> tuple[Path, list[Path]]:
 
 
 def refuse_results(folder: Path) -> None:
-    """Raise ConfigError when ``folder`` holds results already, or is no folder."""
+    """Raise ConfigError when ``folder`` is in use by another job, holds results already, or is no folder."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(f"output.dir={folder} is a file; choose a folder")
     held = next((name for name in RESULTS if os.path.exists(folder / name)), None)
-    if held is not None:
-        remedy = "choose another folder" if held in ("sweep.csv", "multirun.yaml") else f"go on with resume={folder}, or choose another folder"
-        raise ConfigError(f"output.dir={folder} holds results already ({held}); {remedy}")
+    sweep = held in ("sweep.csv", "multirun.yaml")
+    users = (holder(path) for path in (folder, *(folder.glob("*/") if sweep else ())))
+    if (process := next(filter(None, users), None)) is not None:
+        raise ConfigError(f"output.dir={folder} is in use by another job (process {process}); wait for it, or choose another folder")
+    if held is None:
+        return
+    go_on = f"go on with {setting('resume', folder)}"
+    if held == ".hydra":  # the lock is taken a few seconds later
+        raise ConfigError(
+            f"output.dir={folder} belongs to another job, which is starting or ended before its first row; "
+            f"choose another folder, or once it has ended {go_on}"
+        )
+    remedy = "choose another folder" if sweep else f"{go_on}, or choose another folder"
+    raise ConfigError(f"output.dir={folder} holds results already ({held}); {remedy}")
 
 
 def make(folder: Path) -> list[Path]:

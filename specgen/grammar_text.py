@@ -22,6 +22,8 @@ FILE_MARK = "@"
 LARGEST_FILE = 16 << 20  # bytes of a grammar
 # Between the parts of a JSON text. Without a bound a model that has lost the thread writes white space for ever, all of it legal.
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,64}"
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+MOST_BEGINNINGS = 16  # first tokens that are tried before a grammar is refused for all of them
 END_TOKEN = "<|the text may end here|>"
 
 
@@ -100,7 +102,9 @@ def compiled(value: str, tokenizer: Any = None) -> str:
             text = "{}" if schema is True else text  # the same to JSON Schema, and the library can give it options
             grammar: str = found.LLMatcher.grammar_from_json_schema(text, defaults=_white_space(schema))
         else:
-            grammar = found.grammar_from(form, text)
+            # The library's own guess of the notation takes a grammar in Lark's without its first rule for GBNF, and speaks of that.
+            notation = "lark" if form == "ebnf" and not GBNF_RULE.search(text) else form
+            grammar = found.grammar_from(notation, text)
     except ValueError as error:
         raise ConfigError(f"{KEY}: {_what(form)} cannot be read: {_one_line(form, str(error))}") from error
     wrong, messages = found.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
@@ -129,6 +133,8 @@ _NOISE: tuple[tuple[str, str], ...] = (
     (r"\n\s*\^+\s*(?=\n|$)", ""),  # the pointer under it
     (r"regex parse error:\n\s*(.*)\nerror: ", r"\1: "),
     (r"^Failed to convert the grammar from GBNF to Lark: ", ""),
+    (r"^no start rule found$", "it has no rule start, with which Lark's notation begins; add start: RULE"),
+    (r"^No 'root' rule found", "it has no rule root, with which GBNF begins; add root ::= RULE"),
     (r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: "),
 )
 
@@ -177,12 +183,46 @@ _last: tuple[Any, Vocabulary] | None = None
 
 
 def rules_of(value: str, tokenizer: Any | None) -> Rules:
-    """The rules of ``sampling.grammar=value`` over a transformers tokenizer. Raises ConfigError for a grammar or a tokenizer that cannot be used."""
+    """The rules of ``sampling.grammar=value`` over a transformers tokenizer.
+
+    Raises ConfigError for a grammar or a tokenizer that cannot be used, and for a grammar under which no text can begin.
+    """
     global _last
     if _last is None or _last[0] is not tokenizer:
         _last = tokenizer, _vocabulary(tokenizer)
     vocabulary = _last[1]
-    return Rules(compiled(value, vocabulary.tokens), vocabulary)
+    rules = Rules(compiled(value, vocabulary.tokens), vocabulary)
+    _check_beginning(split_form(value)[0], rules)
+    return rules
+
+
+def _check_beginning(form: str, rules: Rules) -> None:
+    """Raise ConfigError where every row would end before its first token: the library compiles grammars that no text fits, or that pass its limits
+    as soon as they are followed."""
+    matcher = rules.matcher()
+    mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << rules.vocabulary.end) - 1)
+    said = limit_passed(matcher)
+    if not matcher.is_error():
+        if matcher.is_accepting():
+            return
+        for _ in range(MOST_BEGINNINGS):
+            if not mask:
+                break
+            after = matcher.deep_copy()
+            if after.try_consume_tokens([(mask & -mask).bit_length() - 1]) == 1 and not after.is_error():
+                return
+            said, mask = limit_passed(after) or said, mask & (mask - 1)
+    if said:
+        raise ConfigError(f"{KEY}: {_what(form)} goes past the library's limits at once ({_short(said)}); make it smaller, and let every text end")
+    remedy = "give every rule an alternative that does not lead back to it" if form == "ebnf" else "correct it"
+    raise ConfigError(f"{KEY}: no text can begin under {_what(form)}: it allows none, or the model's vocabulary cannot write one; {remedy}")
+
+
+def limit_passed(matcher: Any) -> str:
+    """Which of its limits the library says a matcher ran into, on one line; empty where it is well, or where nothing may follow."""
+    said = " ".join(matcher.get_error().partition("<state>")[0].split())
+    # "NoExtension..." is the library's word for a place like any other that leaves nothing.
+    return "" if said.startswith("NoExtension") else said
 
 
 def _vocabulary(tokenizer: Any | None) -> Vocabulary:

@@ -20,6 +20,7 @@ from specgen.compose import to_config
 from specgen.config import PATH_KEYS, Config, to_dict
 from specgen.errors import SpecgenError
 from specgen.grammar_text import under
+from specgen.pasting import setting
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -127,7 +128,7 @@ def launch(cfg: DictConfig, outcome: Outcome, runner: Runner) -> None:
         outcome.exit_code, outcome.error = 2, one_line(error)
     except KeyboardInterrupt as interrupt:
         outcome.exit_code, outcome.error = TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED, "interrupted"
-        say(f"interrupted; python -m specgen resume={outcome.folder} goes on")
+        say(f"interrupted; python -m specgen {setting('resume', outcome.folder)} goes on")
         raise
     if outcome.exit_code == 2 and outcome.made is not None:
         folders.unmake(outcome.folder.absolute() if not hydra.job.chdir else folder, outcome.made)

@@ -33,7 +33,7 @@ from specgen.models.generation import sampling_defaults
 from specgen.models.loader import load_target, local_folder
 from specgen.models.target import Target
 from specgen.types import Prompt
-from specgen.validate import check_draft_files
+from specgen.validate import check_draft_files, check_token_ids
 
 log = logging.getLogger("specgen")
 
@@ -83,12 +83,13 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
     global _last
     device = resolve_device(model.device)
     path = target_path(model)
+    name = "embedded" if model.source == "embedded" else path
     folder = Path(path).expanduser()  # told from another by where it is, whatever the working directory was
     key = repr((asdict(model), str(folder.absolute()) if folder.is_dir() else path, str(device)))
     if _last is not None and _last.key == key:
         before_weights(_last.tokenizer)
         _last.load_s = 0.0
-        log.info("target: %s is still loaded from the job before", path)
+        log.info("target: %s is still loaded from the job before", name)
         return _last
     _last = None
     start = time.perf_counter()
@@ -99,7 +100,7 @@ def load(model: ModelConfig, before_weights: Callable[[Any | None], None] = lamb
         dtype = "float32"  # a CPU multiplies float32 faster than bfloat16, and exactly enough that greedy text does not depend on the batch
     target = load_target(model, device, dtype)
     load_s = time.perf_counter() - start
-    log.info("target loaded: %s on %s, %s, in %.1f s", path, device, str(target.dtype).removeprefix("torch."), load_s)
+    log.info("target loaded: %s on %s, %s, in %.1f s", name, device, str(target.dtype).removeprefix("torch."), load_s)
     log.info("a row ends at token ids %s", list(target.eos_ids))
     _last = Loaded(key, target, tokenizer, load_s)
     return _last
@@ -117,10 +118,19 @@ def check_hub(config: Config) -> None:
     if model.source == "hf" and not Path(str(model.path)).expanduser().is_dir():
         folder = local_folder(str(model.path), model.revision, weights=False, code=model.trust_remote_code)
         check_model(folder, weights=False, tokenizer=lambda: False)
+        check_token_ids(config, folder)
         if draft.method == "mtp":
             check_modules(folder, draft.num_steps)
     if draft.path is not None and not Path(draft.path).expanduser().is_dir():
         check_draft_files(draft, local_folder(draft.path, weights=False), weights=False)
+
+
+def check_sampling(config: Config, tokenizer: Any | None) -> None:
+    """What the tokenizer is enough to refuse of ``sampling.*``: for ``load``'s ``before_weights``. Raises ConfigError."""
+    if config.sampling.grammar is not None:
+        rules_of(config.sampling.grammar, tokenizer)
+    if tokenizer is not None:
+        params_from_config(config.sampling, len(tokenizer))
 
 
 def with_model_defaults(config: Config, given: Iterable[str]) -> Config:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.config import GROUPS
+from specgen.config import CHOICES, GROUPS
 from specgen.errors import ConfigError
-from specgen.schema import KEYS, SECTIONS, SELECTORS, SETTABLE, dict_key_of, is_list, is_text, shown
+from specgen.pasting import pasted, pasted_list, quoted, setting
+from specgen.schema import KEYS, SECTIONS, SELECTORS, SETTABLE, dict_key_of, form_of, is_list, is_text, shown
 from specgen.suggest import closest, unknown_key
 from specgen.validate import SUFFIXES, data_source_for
 
@@ -112,8 +112,18 @@ def _normalised(override: Override, options: Callable[[str], Iterable[str]]) -> 
     if is_text(key) or key in TEXT_LISTS:
         elements = split_elements(_choices_inside(key, value, parsed))
         keep = _text_list if key in TEXT_LISTS else _text
-        return replace(override, elements=tuple(keep(key, element) for element in elements))
+        return replace(override, elements=tuple(keep(key, element, len(elements) > 1) for element in elements))
+    if dict_key_of(f"{key}.") == key:
+        for element in split_elements(value):
+            _refuse_twice(key, element)
     return replace(override, elements=() if _is_sweep(parsed) else (value,))
+
+
+def _refuse_twice(key: str, element: str) -> None:
+    """Raise ConfigError for a mapping that names something twice, of which Hydra would keep the last."""
+    parsed = read_value(key, element)
+    if isinstance(parsed, dict) and len(split_elements(element[1:-1])) > max(len(parsed), 1):
+        raise ConfigError(f"{key}={element}: a name stands in it twice; keep one")
 
 
 def _choices_inside(key: str, value: str, parsed: Any) -> str:
@@ -139,25 +149,55 @@ def read_value(key: str, value: str) -> Any:
     try:
         return OverridesParser.create().parse_override(f"k={value}")._value
     except HydraException as error:
-        if is_text(key) or key in TEXT_LISTS or key in GROUPS:
-            raise ConfigError(f"{key}={value} holds characters that need quotes; paste {pasted(key, value)}") from error
-        raise ConfigError(f"{key}={value}: the value cannot be read; text with special characters needs quotes: {pasted(key, value)}") from error
+        raise ConfigError(_unreadable(key, value)) from error
 
 
-def pasted(key: str, value: str) -> str:
-    """The shell word that sets ``key`` to the text ``value``: quoted once for Hydra and once for the shell."""
-    if not re.search(r'["$`\\!]', value):
-        return f'"{key}=\\"{value}\\""' if "'" in value else f'"{key}={quoted(value)}"'
-    if not re.search(r"['\"\\]", value):
-        return f"'{key}=\"{value}\"'"
-    return shlex.quote(f"{key}={quoted(value)}")
+def _unreadable(key: str, value: str) -> str:
+    """The line for a value that Hydra's grammar refuses. A form to paste is shown only where it means what was typed."""
+    said = f"{key}={value} holds characters that need quotes"
+    if key in CHOICES:
+        return f"{key}={value}: must be one of {', '.join(CHOICES[key])}"
+    if _bracketed(value) and (key in TEXT_LISTS or key == "hydra.searchpath"):
+        items = _items_quoted(value)
+        return f"{said}; " + (f"paste {pasted_list(key, items)}" if items else "put quotes around each text of the list")
+    entry = dict_key_of(key)
+    if is_text(key) or key in TEXT_LISTS or (key not in KEYS and (entry is None or "Any" in str(KEYS[entry]))):
+        elements = split_elements(value)
+        if len(elements) == 1:
+            return f"{said}; paste {pasted(key, value)}"
+        own = any(element[:1] in ("'", '"', "[") for element in elements)
+        return f"{said}; " + ("put quotes around each of its values" if own else f"if that is one text, paste {pasted(key, value)}")
+    names = "; names stand in it without quotes" if dict_key_of(f"{key}.") == key else ""
+    return f"{key}={value} cannot be read: {'must be a number' if entry else form_of(key)}{names}"
 
 
-def quoted(text: str) -> str:
-    """``text`` as a quoted value of Hydra's grammar."""
-    from hydra.core.override_parser.types import Quote, QuotedString
+def _bracketed(value: str) -> bool:
+    return value.startswith("[") and value.endswith("]")
 
-    return QuotedString(text=text, quote=Quote.single).with_quotes()
+
+def _items_quoted(value: str) -> list[str] | None:
+    """The items of a list of texts, each in quotes; None where it cannot be told which texts they are."""
+    found = []
+    for item in split_elements(value[1:-1].strip()):
+        if item and not re.search(r"""['",\[\]]""", item):
+            found.append(quoted(item))
+        elif _is_quoted(item):
+            found.append(item)
+        else:
+            return None
+    return found
+
+
+def _is_quoted(element: str) -> bool:
+    """Whether an element is one quoted text."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import QuotedString
+    from hydra.errors import HydraException
+
+    try:
+        return isinstance(OverridesParser.create().parse_override(f"k={element}")._value, QuotedString)
+    except HydraException:
+        return False
 
 
 def split_elements(value: str) -> list[str]:
@@ -182,13 +222,14 @@ def split_elements(value: str) -> list[str]:
     return [part.strip(" \t") for part in (*parts, value[start:])]
 
 
-def _text(key: str, element: str) -> str:
-    """One text element in a form that Hydra reads as exactly what was typed."""
+def _text(key: str, element: str, swept: bool) -> str:
+    """One text element in a form that Hydra reads as exactly what was typed. ``swept``: others stand beside it."""
     from hydra.core.override_parser.types import QuotedString
 
     parsed = read_value(key, element)
     if isinstance(parsed, (list, dict)):
-        raise ConfigError(f"{key}={element}: takes one text; if that is the text, paste {pasted(key, element)}")
+        form = f"quote it: {quoted(element)}" if swept else f"paste {pasted(key, element)}"
+        raise ConfigError(f"{key}={element}: takes one text; if that is the text, {form}")
     if (isinstance(parsed, QuotedString) and not parsed.text.strip()) or (isinstance(parsed, str) and not parsed.strip()):
         raise ConfigError(f"{key}={element} has no value; give one, or null")
     if isinstance(parsed, (str, QuotedString)) or element == "null":
@@ -196,18 +237,19 @@ def _text(key: str, element: str) -> str:
     return quoted(element)
 
 
-def _text_list(key: str, element: str) -> str:
-    """A list of texts, or one bare text; quoted so that backslashes reach ``unescaped`` as they were typed."""
+def _text_list(key: str, element: str, swept: bool) -> str:
+    """A list of texts, or one bare text; quoted so that backslashes reach ``unescaped`` as they were typed. ``swept``: others stand beside it."""
     if element == "null":
         return element
-    if not (element.startswith("[") and element.endswith("]")):
-        return _raw_quoted(key, element)
+    if not _bracketed(element):
+        return _raw_quoted(key, element, alone=not swept)
     inner = element[1:-1].strip()
     items = split_elements(inner) if inner else []
     return "[" + ",".join(_raw_quoted(key, item) for item in items) + "]"
 
 
-def _raw_quoted(key: str, element: str) -> str:
+def _raw_quoted(key: str, element: str, alone: bool = False) -> str:
+    """One text of a list. ``alone``: the whole value."""
     from hydra.core.override_parser.types import QuotedString
 
     parsed = read_value(key, element)
@@ -215,7 +257,8 @@ def _raw_quoted(key: str, element: str) -> str:
     if text == "":
         raise ConfigError(f"{key}={element}: holds an empty text")
     if isinstance(parsed, (list, dict)):
-        raise ConfigError(f"{key}={element}: a list of texts holds texts only; if that is the text, quote it: {quoted(element)}")
+        form = f"paste {pasted(key, element)}" if alone else f"quote it: {quoted(element)}"
+        raise ConfigError(f"{key}={element}: a list of texts holds texts only; if that is the text, {form}")
     return quoted(text)
 
 
@@ -273,22 +316,23 @@ def _path_form(group: str, path: str) -> str:
     if group == "model":
         name, _, revision = path.partition("@")
         if revision and not os.path.exists(path):
-            return f"model=hf model.path={name} model.revision={revision}"
-        return f"model=hf model.path={path}"
+            return f"model=hf {setting('model.path', name)} {setting('model.revision', revision)}"
+        return f"model=hf {setting('model.path', path)}"
     if group == "draft":
         words = path.lower().replace("-", "").replace("_", "")
         method = next((m for m in ("eagle3", "eagle", "dflash") if m in words), "draft_model")
-        return f"draft={method} draft.path={path}"
+        return f"draft={method} {setting('draft.path', path)}"
     if group == "data":
-        return f"data={data_source_for(path)} data.path={path}"
-    return f"task=NAME task.path={path}, NAME being one of {', '.join(GROUPS['task'][1][1:])}"
+        return f"data={data_source_for(path)} {setting('data.path', path)}"
+    return f"task=NAME {setting('task.path', path)}, NAME being one of {', '.join(GROUPS['task'][1][1:])}"
 
 
 def refuse_sweep(override: Override) -> None:
     """Raise ConfigError for several values where one job is run."""
     if override.swept:
         text = is_text(override.key) or override.key in TEXT_LISTS
-        quote = f", or quote the text: {pasted(override.key, override.value)}" if text else ""
+        own = any(element[:1] in ("'", '"', "[", "{") for element in split_elements(override.value))  # typed as values, not as parts of a text
+        quote = f", or quote the text: {pasted(override.key, override.value)}" if text and not own else ""
         raise ConfigError(f"{override.key}={override.value} has several values: add -m for a sweep{quote}")
 
 

@@ -21,6 +21,7 @@ from specgen.errors import ConfigError, DataError
 from specgen.grammar_text import KEY, fingerprint
 from specgen.loading import target_path
 from specgen.models.weights import local_folder
+from specgen.pasting import setting
 from specgen.report.disk import read_json
 from specgen.report.environment import ENVIRONMENT_NAME, NOT_HASHED, config_hash, config_record, differences, environment, model_fingerprint
 from specgen.report.resume import rows_format
@@ -80,7 +81,7 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
 
     Paths may differ where the files behind them are the same.
     """
-    remedy = f"restore it, or start a new run instead of resume={folder}"
+    remedy = f"restore it, or start a new run instead of {setting('resume', folder)}"
     if changed := differences(old.get("config") or {}, new["config"], ignore=(*NOT_HASHED, *PATH_KEYS, KEY)):
         raise ConfigError(f"the configuration has changed since this run was started ({'; '.join(changed)}); {remedy}")
     for role, now in new["models"].items():

@@ -15,6 +15,8 @@ from specgen.errors import ConfigError, DataError
 from specgen.grammar_text import KEY
 from specgen.launch import Runner, guarded, say, with_absolute_paths
 from specgen.overrides import split_elements
+from specgen.pasting import setting
+from specgen.report.disk import holder
 from specgen.schema import SELECTORS, build, convert, shown
 from specgen.validate import get, validate
 
@@ -34,7 +36,7 @@ def resume(values: Mapping[str, Any], texts: Sequence[str], runner: Runner) -> i
         try:
             code, error = guarded(lambda: runner.run_job(config, folder, list(texts), resume=True), log)
         except KeyboardInterrupt:
-            say(f"interrupted; python -m specgen resume={folder} goes on")
+            say(f"interrupted; python -m specgen {setting('resume', folder)} goes on")
             raise
     if error is not None and code == 2:
         say(error)
@@ -84,6 +86,8 @@ def merge(arguments: Sequence[str], runner: Runner) -> int:
     for folder in dirs:
         if not folder.is_dir():
             raise DataError(f"merge: {folder} is not a folder")
+        if (process := holder(folder)) is not None:
+            raise DataError(f"merge: {folder} is in use by another job (process {process}); wait for it")
     out = Path(given["output.dir"].strip("'\"")).expanduser()
     folders.refuse_results(out)
     return runner.merge(dirs, out)

@@ -26,12 +26,12 @@ from specgen.data.tasks.base import NO_GROUP, Task, load_task, score_run, score_
 from specgen.engine.engine import Engine
 from specgen.engine.watch import OnStuck, Watch
 from specgen.errors import ConfigError
-from specgen.grammar_text import rules_of
 from specgen.interrupts import Signals
 from specgen.job import Job, without_draft
 from specgen.loading import (
     Loaded,
     check_hub,
+    check_sampling,
     choose_threads,
     load,
     make_engine,
@@ -41,6 +41,7 @@ from specgen.loading import (
     with_model_defaults,
 )
 from specgen.models.target import Target
+from specgen.pasting import setting
 from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
 from specgen.report import stats as report_stats
@@ -132,8 +133,7 @@ def _check_task(config: Config, task: Task | None) -> None:
 
 def _before_weights(config: Config, data: DataConfig, tokenizer: Any | None, task: Task | None, rereadable: bool) -> None:
     """What the tokenizer is enough to refuse."""
-    if config.sampling.grammar is not None:
-        rules_of(config.sampling.grammar, tokenizer)
+    check_sampling(config, tokenizer)
     check_first_row(data, config.sampling, tokenizer, task, rereadable)
 
 
@@ -277,7 +277,7 @@ class _Run:
 
     def verdict(self, stats: dict[str, Any], folder: Path) -> int:
         """The exit code, and what to do next where the run ended early."""
-        go_on = f"go on with `python -m specgen resume={folder}`"
+        go_on = f"go on with `python -m specgen {setting('resume', folder)}`"
         if self.signals.caught is not None:
             log.warning("interrupted: %s", go_on if self.incomplete else "every row was finished before")
             return 128 + self.signals.caught

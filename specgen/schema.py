@@ -163,7 +163,7 @@ def _scalar(key: str, value: Any, kind: Any) -> Any:
             raise ConfigError(f"{key}= has no value; give one, or null")
         return value
     if kind is str and not isinstance(value, (list, dict)):
-        raise ConfigError(f'{key}={shown(value)}: must be text; write it in quotes in the file: "{shown(value)}"')
+        raise ConfigError(f"{key}={shown(value)}: must be text; write it in quotes in the file")  # as it stands there, which is not known here
     raise ConfigError(f"{key}={shown(value)}: {_scalar_form(kind)}")
 
 
@@ -202,6 +202,8 @@ def _mapping(key: str, value: Any, kind: Any) -> dict[str, Any]:
         raise ConfigError(f"{key}={shown(value)}: {form_of(key)}")
     found: dict[str, Any] = {}
     for name, item in value.items():
+        if str(name) in found:
+            raise ConfigError(f"{key}={shown(value)}: {name} stands in it twice, as a number and as text; keep one")
         if kind is float:
             found[str(name)] = _scalar(f"{key}.{name}", item, float)
             if isinstance(name, bool) or not str(name).isdecimal():

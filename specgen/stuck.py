@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from specgen.errors import SpecgenError
+from specgen.pasting import setting
 
 log = logging.getLogger("specgen")
 EXIT_CODE = 2
@@ -65,7 +66,7 @@ def ender(folder: Path, writer: Writer, lock: Lock, seconds: float) -> Callable[
         lock.release()
         line = (
             f"the device has not answered for {seconds:g} s (engine.stuck_after_s) while {what}; {saved}; "
-            f"go on with `python -m specgen resume={folder}`"
+            f"go on with `python -m specgen {setting('resume', folder)}`"
         )
         log.error("%s", line, extra={"file_only": True})
         _leave(line)

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from specgen import checkpoint_files
-from specgen.config import GROUPS, RANGES, Config, DraftConfig, max_draft_tokens, num_draft_tokens
-from specgen.data.files import input_files
+from specgen.config import GROUPS, RANGES, Config, DataConfig, DraftConfig, max_draft_tokens, num_draft_tokens
+from specgen.data.files import check_head, input_files
 from specgen.data.sampling import params_from_config
-from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, read_rows
+from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, check_dataset_folder, read_rows
 from specgen.draft.checkpoints import check_kind, check_steps
 from specgen.draft.mtp_layouts import check_modules
 from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
 from specgen.grammar_text import compiled, split_form
+from specgen.pasting import setting
 from specgen.schema import SELECTORS, shown
 
 ANYTHING = object()
@@ -100,7 +101,9 @@ def _check_paths_given(config: Config, given: frozenset[str]) -> None:
     model, draft, data = config.model, config.draft, config.data
     if model.source == "embedded":
         if model.path is not None:
-            raise ConfigError(f"model.path={model.path} is given, but model=embedded brings its own weights; use model=hf model.path={model.path}")
+            raise ConfigError(
+                f"model.path={model.path} is given, but model=embedded brings its own weights; use model=hf {setting('model.path', model.path)}"
+            )
         if model.revision is not None:
             raise ConfigError(f"model.revision={model.revision} is given, but model=embedded has none; use model=hf model.path=HUB_ID")
     elif model.path is None:
@@ -111,7 +114,7 @@ def _check_paths_given(config: Config, given: frozenset[str]) -> None:
     if model.source == "hf" and draft.path is None and draft.method in NEEDS_PATH:
         raise ConfigError(f"draft={draft.method} needs weights: give draft.path=FOLDER_OR_HUB_ID, or draft=none for plain decoding")
     if data.path is not None and data.source in ("embedded", "random"):
-        instead = f"data={data_source_for(data.path)} data.path={data.path}"
+        instead = f"data={data_source_for(data.path)} {setting('data.path', data.path)}"
         raise ConfigError(f"data.path={data.path} is given, but data={data.source} makes its own rows; use {instead}")
     if data.path is None and data.source not in ("embedded", "random"):
         raise ConfigError(f"data={data.source} needs data.path={'DATASET_ID' if data.source == 'hub' else 'FILE'}")
@@ -253,10 +256,13 @@ def check_local(config: Config) -> None:
     if config.sampling.grammar is not None:
         compiled(config.sampling.grammar)
     model, draft = config.model, config.draft
+    if model.source == "embedded":
+        check_token_ids(config, FAMILY / "target")
     if model.source == "hf" and model.path is not None:
         folder = local_folder("model", model.path, model.revision)
         if folder is not None:
             checkpoint_files.check_model(folder, weights=model.load_format == "auto", tokenizer=lambda: _needs_tokenizer(config))
+            check_token_ids(config, folder)
             if draft.method == "mtp":
                 check_modules(folder, draft.num_steps)
     if draft.path is not None:
@@ -287,7 +293,7 @@ def local_folder(group: str, path: str, revision: str | None) -> Path | None:
         raise CheckpointError(f"{group}.path={path} is a file; give the folder that holds config.json and the weights")
     name, at, branch = path.partition("@")
     if at and HUB_ID.fullmatch(name):
-        instead = f"{group}.path={name}" + (f" model.revision={branch}" if group == "model" else "")
+        instead = f"{group}.path={name}" + (f" {setting('model.revision', branch)}" if group == "model" else "")
         raise ConfigError(f"{group}.path={path} is not a folder, and a hub id has no @; use {instead}")
     if not HUB_ID.fullmatch(path):
         raise CheckpointError(f"{group}.path={path}: no such folder, and not a hub id of the form ORGANISATION/NAME")
@@ -295,17 +301,45 @@ def local_folder(group: str, path: str, revision: str | None) -> Path | None:
 
 
 def _check_input_files(config: Config) -> None:
-    suffixes = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}
-    if config.data.source in suffixes:
-        try:
-            input_files(config.data.path, suffixes[config.data.source], config.data.source)
-        except OSError as error:
-            raise DataError(f"data.path={shown(config.data.path)}: {error.strerror}; check data.path") from error
+    try:
+        _check_data_path(config.data)
+    except OSError as error:
+        raise DataError(f"data.path={shown(config.data.path)}: {error.strerror}; check data.path") from error
     template = config.data.chat_template
     if template not in ("auto", "none") and not os.path.isfile(Path(template).expanduser()):
         raise ConfigError(f"data.chat_template={template}: no such file; use auto, none or a file")
     if config.task.path is not None and not os.path.exists(Path(config.task.path).expanduser()):
         raise ConfigError(f"task.path={config.task.path}: no such file or folder")
+
+
+def _check_data_path(data: DataConfig) -> None:
+    """``data.path`` against its source: there, of a kind that it reads by name and first bytes, or of a hub id's form."""
+    suffixes = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}
+    if data.source in suffixes:
+        first = input_files(data.path, suffixes[data.source], data.source)[0]
+        named = SUFFIXES.get(Path(re.sub(r"\.(gz|zst)$", "", first.name.lower())).suffix, data.source)
+        if named != data.source:
+            instead = f"data={named} {setting('data.path', data.path)}"
+            raise ConfigError(f"data.path={data.path} is no {data.source} file by its name; use {instead}, or rename it")
+        try:
+            check_head(first, data.source)
+        except DataError as error:
+            raise DataError(f"data.path={error}") from error
+    elif data.source == "hub":
+        path = str(data.path)
+        folder = Path(path).expanduser()
+        if os.path.isdir(folder):
+            check_dataset_folder(data)
+        elif os.path.exists(folder):
+            instead = f"data={data_source_for(path)} {setting('data.path', path)}"
+            raise ConfigError(f"data.path={path} is a file, and data=hub reads a hub id or a dataset folder; use {instead}")
+        elif not HUB_ID.fullmatch(path):
+            raise ConfigError(f"data.path={path}: no such folder, and not a hub id of the form ORGANISATION/NAME; check data.path")
+
+
+def check_token_ids(config: Config, folder: Path) -> None:
+    """Refuse token ids of ``sampling.*`` beyond the vocabulary that the target's folder tells of. Raises ConfigError."""
+    params_from_config(config.sampling, checkpoint_files.vocab_size(folder))
 
 
 def _needs_tokenizer(config: Config) -> bool:

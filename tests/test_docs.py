@@ -21,6 +21,7 @@ from specgen.overrides import Override, parse
 from specgen.schema import KEYS, SELECTORS, shown
 from specgen.usage import keys
 from specgen.validate import ANYTHING, UNSUPPORTED, check_values
+from tests.jobs import SMALL, start
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), ROOT / "specgen" / "embedded" / "family" / "README.md"])
@@ -127,6 +128,7 @@ def default_of(key: str) -> str:
 
 def test_the_reference_has_every_key_with_its_default_and_no_other() -> None:
     rows = table_rows(CONFIGURATION)
+    assert rows.pop("merge")[0] == "`null`", "a command of its own, which no configuration holds"
     assert set(rows) == (set(KEYS) - set(SELECTORS)) | set(GROUPS)
     assert {key: cells[0] for key, cells in rows.items() if key not in GROUPS} == {key: f"`{default_of(key)}`" for key in rows if key not in GROUPS}
 
@@ -199,14 +201,24 @@ def test_the_table_of_auxiliary_layers_is_the_code() -> None:
     assert aux_layers({}, 12) == (2, 6, 9)
 
 
-def test_the_picture_is_the_output_of_a_run() -> None:
+def test_the_picture_is_the_output_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     picture = ElementTree.parse(ROOT / "docs" / "images" / "run.svg")
     lines = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert lines[:2] == ["$ python -m specgen", "model   embedded (float32, cpu)"]
+    assert lines[0] == "$ python -m specgen" and "model   embedded (float32, cpu)" in lines
     accepted = [int(line.split()[3].replace(",", "")) for line in lines if re.match(r" +\d ", line)]
     steps = int(next(line for line in lines if re.match(r" +1 ", line)).split()[1].replace(",", ""))
     length = next(line for line in lines if "mean acceptance length" in line)
     assert f"length  {1 + sum(accepted) / steps:.2f} " in length
+
+    def shape(line: str) -> str:
+        return " ".join(re.sub(r"[\d.,]+", "#", line).split())
+
+    monkeypatch.chdir(tmp_path)
+    assert start("o", *SMALL, "model.device=cpu") == 0
+    # Threads depend on the environment, groups and intervals on how many rows there are.
+    printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(("threads:", "  ", "written to"))]
+    assert any(line.startswith("throughput") and "first token after" in line for line in printed)
+    assert {shape(line) for line in printed} <= {shape(line) for line in ["", *lines]}
 
 
 def test_the_changelog_tells_of_this_version() -> None:

@@ -13,7 +13,7 @@ import specgen
 from specgen import loading
 from specgen.errors import ConfigError
 from specgen.grammar_text import KEY, compiled, fingerprint, read_grammar
-from tests.grammars import DOCUMENT, SCHEMA, is_document
+from tests.grammars import DOCUMENT, SCHEMA, is_document, rules
 from tests.jobs import log_of, resume, rows_of, start, stats_of, toy, write_lines
 
 JOB = ("sampling.temperature=0.8", "sampling.max_tokens=48")
@@ -54,6 +54,18 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ('ebnf:start: "a" | c', 'sampling.grammar: the EBNF grammar cannot be used: line 1, column 8: unknown name: "c"'),
         ('ebnf:start: "a', "sampling.grammar: the EBNF grammar cannot be used: line 1, column 10: lexer error"),
         ('ebnf:root ::= "a" | c', "sampling.grammar: the EBNF grammar cannot be read: Rule 'c' not found"),
+        *[
+            (
+                f"ebnf:{text}",
+                "sampling.grammar: the EBNF grammar cannot be used: it has no rule start, with which Lark's notation begins; add start: RULE",
+            )
+            for text in ('root: "a"', 'a: "x"\nb: a a', "DIGIT: /[0-9]/", "// start: a\na: /::=/")
+        ],
+        ('ebnf:start: "a" | b\nb: /c/ d', 'sampling.grammar: the EBNF grammar cannot be used: line 2, column 4: unknown name: "d"'),
+        (
+            'ebnf:top ::= "a"',
+            "sampling.grammar: the EBNF grammar cannot be read: it has no rule root, with which GBNF begins; add root ::= RULE",
+        ),
         ("json:@nowhere.json", "sampling.grammar: nowhere.json: No such file or directory; write json:@FILE with a file that can be read"),
         ("regex:@empty.txt", "sampling.grammar: empty.txt is empty"),
         ("regex:@latin.txt", "sampling.grammar: latin.txt is not UTF-8 text; save it as such"),
@@ -65,6 +77,14 @@ def test_a_mistake_is_one_line_that_names_it(value: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compiled(value)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "value", ["regex:a{20000}", 'ebnf:start: ""', 'ebnf:start: "x" start | "y"', 'ebnf:start: a | "b"\na: a', "regex:()", "json:{}"]
+)
+def test_a_grammar_under_which_some_text_can_begin_is_taken(value: str) -> None:
+    matcher = rules(value).matcher()
+    assert any(matcher.compute_bitmask()) and not matcher.is_error()
 
 
 def test_a_file_holds_what_the_line_would() -> None:
@@ -113,6 +133,22 @@ def test_the_library_is_asked_for_by_name_where_it_is_missing(monkeypatch: pytes
             ["sampling.grammar=regex:a", *toy(None)],
             "sampling.grammar cannot read the tokens of this model's tokenizer as bytes: can't determine decoder type",
         ),
+        *[
+            ([f"sampling.grammar='{value}'"], f"sampling.grammar: no text can begin under {what}: it allows none, or the model's vocabulary")
+            for value, what in (
+                ("ebnf:start: start", "the EBNF grammar"),
+                ("ebnf:start: a\na: b | a b\nb: a", "the EBNF grammar"),
+                ("ebnf:root ::= root", "the EBNF grammar"),
+                ("regex:[^\\x00-\\U0010ffff]", "the regular expression"),
+            )
+        ],
+        *[
+            ([f"sampling.grammar='{value}'"], f"sampling.grammar: {what} goes past the library's limits at once ({why}")
+            for value, what, why in (
+                ("regex:a{1000000}", "the regular expression", "lexer error: too many expressions constructed); make it smaller"),
+                ('ebnf:start: "x" start', "the EBNF grammar", "parser error: Too many items"),
+            )
+        ],
     ],
 )
 def test_a_job_is_refused_before_a_weight_is_read(

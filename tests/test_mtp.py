@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from specgen.config import Config, DataConfig, DraftConfig, ModelConfig
+from specgen.draft import mtp
 from specgen.draft.autoregressive import AutoregressiveDrafter
 from specgen.draft.modules import ModularDrafter
 from specgen.errors import CheckpointError
+from specgen.folders import logging_to
 from specgen.kernels import ops
 from specgen.types import SamplingParams, noise_key
 from specgen.validate import validate
@@ -245,6 +248,20 @@ def test_more_steps_than_modules_are_warned_of_once(target: str, steps: int, sai
     with caplog.at_level(logging.WARNING, logger="specgen"):
         run(target, "mtp", [[30], [10]], steps=steps)
     assert caplog.messages == [line.format(toy_folder() / target) for line in said]
+
+
+def test_the_console_is_told_of_more_steps_than_modules_once_a_process_and_each_log_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mtp, "_told", set())
+    said = [f"draft.num_steps={steps}: {toy_folder() / 'target_mtp'} has 1 MTP module, which every step uses" for steps in (3, 2)]
+    for place, steps in (("a", 3), ("b", 3), ("c", 2)):
+        (tmp_path / place).mkdir()
+        with logging_to(tmp_path / place):
+            drafter_of("target_mtp", "mtp", num_steps=steps)
+    assert capsys.readouterr().err.splitlines() == [said[0]]
+    logs = [(tmp_path / place / "specgen.log").read_text() for place in "abc"]
+    assert [[log.count(line) for line in said] for log in logs] == [[1, 0], [1, 0], [0, 1]]
 
 
 def check(model: str, steps: int) -> None:

@@ -465,8 +465,8 @@ def test_every_row_key(load):
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0, got 0.0"),
         ({"stop": ["a", ""]}, "stop holds an empty string, which would stop every row at once"),
         ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
-        ({"stop_token_ids": [99]}, "stop_token_ids holds 99, outside the vocabulary of 48"),
-        ({"logit_bias": {"99": 1}}, "logit_bias holds token 99, outside the vocabulary of 48"),
+        ({"stop_token_ids": [99]}, "stop_token_ids holds 99, outside the vocabulary of 48; its ids are 0 to 47"),
+        ({"logit_bias": {"99": 1}}, "logit_bias holds token 99, outside the vocabulary of 48; its ids are 0 to 47"),
         ({"logit_bias": {"w10": 1}}, "logit_bias must map token ids to finite numbers, got {'w10': 1}"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
         ({"n": 0}, "n must be between 1 and 2147483647, got 0"),
@@ -514,7 +514,7 @@ def test_columns_and_cells_carry_overrides_in_their_own_types(tmp_path):
 def test_the_job_is_checked_like_a_row(load):
     with pytest.raises(ConfigError, match=r"^sampling\.top_p must be in \(0, 1\], got 2\.0$"):
         load([{"prompt": "w10"}], sampling=SamplingConfig(top_p=2.0))
-    with pytest.raises(ConfigError, match=r"^sampling\.banned_token_ids holds 48, outside the vocabulary of 48$"):
+    with pytest.raises(ConfigError, match=r"^sampling\.banned_token_ids holds 48, outside the vocabulary of 48; its ids are 0 to 47$"):
         load([{"prompt": "w10"}], sampling=SamplingConfig(banned_token_ids=[48]))
 
 

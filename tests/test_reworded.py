@@ -47,7 +47,7 @@ def form(key: str) -> str:
 def typed(key: str, value: str, form: Callable[[str], str]) -> str:
     """The refusal of a list or mapping where the key takes neither or the other."""
     if key in TEXT_LISTS:
-        return f"{key}={value}: a list of texts holds texts only; if that is the text, quote it: '{value}'"
+        return f"{key}={value}: a list of texts holds texts only; if that is the text, paste \"{key}='{value}'\""
     if is_text(key):
         return f"{key}={value}: takes one text; if that is the text, paste \"{key}='{value}'\""
     return f"{key}={value}: {form(key)}"
@@ -71,7 +71,7 @@ def test_a_word_or_nothing_in_place_of_a_value_is_refused_with_what_the_key_take
     if key in TEXT_LISTS:
         assert refusal(wrong) == f"{key}=3.5: 3.5 must be text; write it in quotes"
     elif is_text(key) and key not in CHOICES:
-        assert refusal(wrong) == f'{key}=3.5: must be text; write it in quotes in the file: "3.5"'
+        assert refusal(wrong) == f"{key}=3.5: must be text; write it in quotes in the file"
     else:
         assert refusal(wrong) == f"{key}={shown}: {form(key)}"
     takes_null = any(kind in str(KEYS[key]) for kind in ("None", "list", "dict"))

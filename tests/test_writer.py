@@ -115,11 +115,23 @@ def test_line_separators_inside_strings_do_not_split_rows(tmp_path: Path) -> Non
 def test_non_finite_numbers_become_null_and_are_counted(tmp_path: Path) -> None:  # D24
     nan, inf = float("nan"), float("inf")
     meta = {"score": nan, "deep": [{"x": -inf}, 1.5], "array": np.array([1.0, np.nan]), "scalar": np.float32("inf")}
-    writer = write(tmp_path, done(0, meta=meta), done(1, logprobs=[{"token": 2, "logprob": -inf}]))
-    first, second = (strict(line) for line in lines_of(tmp_path))
+    writer = write(tmp_path, done(0, meta=meta))
+    (first,) = (strict(line) for line in lines_of(tmp_path))
     assert first["meta"] == {"score": None, "deep": [{"x": None}, 1.5], "array": [1.0, None], "scalar": None}
-    assert second["logprobs"] == [{"token": 2, "logprob": None}]
-    assert writer.notes == {NONFINITE: 5}
+    assert writer.notes == {NONFINITE: 4}
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_the_logarithm_of_a_probability_of_zero_is_null_and_no_fault(tmp_path: Path, format: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    sound = [{"id": 2, "logprob": -0.5, "top": [[2, -0.5], [3, -inf]]}, {"id": 4, "logprob": -inf, "top": []}]
+    broken = [{"id": 2, "logprob": nan, "top": [[2, inf]]}]
+    writer = write(tmp_path, done(0, logprobs=sound), done(1, logprobs=broken), format=format)
+    first, second = (row["logprobs"] for row in load_rows(tmp_path))
+    assert first == [{"id": 2, "logprob": -0.5, "top": [[2, -0.5], [3, None]]}, {"id": 4, "logprob": None, "top": []}]
+    assert second == [{"id": 2, "logprob": None, "top": [[2, None]]}]
+    assert dict(writer.notes) == {NONFINITE: 2}, "what is no logarithm of a probability is counted"
+    assert sound[0]["top"] == [[2, -0.5], [3, -inf]], "the caller's own entries stay"
 
 
 def test_values_without_a_json_form_are_written_as_text_and_counted(tmp_path: Path) -> None:

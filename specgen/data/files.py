@@ -22,6 +22,21 @@ PARQUET_MAGIC = b"PAR1"
 UTF8_BOM = b"\xef\xbb\xbf"
 FOREIGN_BOMS = ((b"\xff\xfe", "UTF-16"), (b"\xfe\xff", "UTF-16"), (b"\x00\x00\xfe\xff", "UTF-32"))
 
+# What a file may be that is no text, by its first bytes; none of them can begin a line of JSON or a header.
+FOREIGN: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
+    (b"PK\x03\x04", "a zip archive or a spreadsheet"),
+    (tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)), "a bzip2 archive"),
+    (b"\xfd7zXZ\x00", "an xz archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (b"ARROW1\x00\x00", "an Arrow file"),
+    (b"Obj\x01", "an Avro file"),
+    (b"SQLite format 3\x00", "a database"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\xd0\xcf\x11\xe0", "a spreadsheet"),
+    (b"%PDF-", "a PDF document"),
+)
+HEAD = 16  # bytes that tell
+
 
 def input_files(path: str | None, suffixes: tuple[str, ...], source: str) -> list[Path]:
     """The files behind ``data.path``: the file itself, or the files of a folder that end in one of ``suffixes``, by name.
@@ -108,15 +123,30 @@ def _without_bom(path: Path) -> Iterator[bytes]:
     head = b""
     for chunk in stream:
         head += chunk
-        if len(head) >= 4:
+        if len(head) >= HEAD:
             break
     if head[:4] == PARQUET_MAGIC:
         raise DataError(f"{path}: is a Parquet file; read it with data=parquet")
+    for magic, name in FOREIGN:
+        if head.startswith(magic):
+            raise DataError(f"{path}: is {name}; unpack it or save it as JSON Lines, CSV or Parquet (.gz and .zst are read as they are)")
     for bom, name in FOREIGN_BOMS:
         if head.startswith(bom):
             raise DataError(f"{path}: is {name} text; save it as UTF-8")
     yield head.removeprefix(UTF8_BOM)
     yield from stream
+
+
+def check_head(path: Path, source: str) -> None:
+    """Refuse a file that ``data=source`` cannot read, by its first bytes; what cannot be read twice (a pipe) is left alone. Raises DataError."""
+    if not path.is_file():
+        return
+    if source != "parquet":
+        next(_without_bom(path), None)
+        return
+    with _open(path) as file:
+        if file.read(4) != PARQUET_MAGIC:
+            raise DataError(f"{path}: is not a Parquet file; use data=jsonl or data=csv for text, or name another file with data.path")
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

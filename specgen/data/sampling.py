@@ -174,9 +174,10 @@ def check_params(params: SamplingParams, vocab_size: int | None = None) -> None:
     for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
         ids = getattr(params, name)
         if ids and max(ids) >= vocab_size:
-            raise ValueError(f"{name} holds {max(ids)}, outside the vocabulary of {vocab_size}")
+            raise ValueError(f"{name} holds {max(ids)}, outside the vocabulary of {vocab_size}; its ids are 0 to {vocab_size - 1}")
     if params.logit_bias and params.logit_bias[-1][0] >= vocab_size:
-        raise ValueError(f"logit_bias holds token {params.logit_bias[-1][0]}, outside the vocabulary of {vocab_size}")
+        largest = params.logit_bias[-1][0]
+        raise ValueError(f"logit_bias holds token {largest}, outside the vocabulary of {vocab_size}; its ids are 0 to {vocab_size - 1}")
 
 
 def params_from_config(sampling: SamplingConfig, vocab_size: int | None = None) -> SamplingParams:

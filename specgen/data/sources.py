@@ -260,6 +260,14 @@ def _open_dataset(data: DataConfig) -> tuple[Iterable[dict[str, Any]], str]:
     return found, str(split or "train")
 
 
+def check_dataset_folder(data: DataConfig) -> None:
+    """Open the local dataset folder of ``data=hub``, which reads no row. Raises DataError for a folder that is none, or without such a split."""
+    try:
+        _open_dataset(data)
+    except DataError as error:
+        raise DataError(f"data.path={error}") from error
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 

@@ -31,19 +31,22 @@ from specgen.models.weights import TensorFiles
 from specgen.types import Layout
 
 log = logging.getLogger("specgen")
+_told: set[Path] = set()  # checkpoints whose few modules the console was told of
 
 
 def load_modules(folder: Path, target: Target, num_steps: int) -> list[MtpModule]:
     """The modules that drafts of ``num_steps`` use, module k for step k: all of them, or the first ``num_steps``.
 
-    Steps beyond the modules use the last one again, which is said once. Raises CheckpointError for a checkpoint without modules or without their
-    tensors, and for a target whose layers do not run here.
+    Steps beyond the modules use the last one again, which the console is told once a process. Raises CheckpointError for a checkpoint without
+    modules or without their tensors, and for a target whose layers do not run here.
     """
     count = module_count(read_config(folder), folder)
     layout = layout_of(TensorFiles(folder).names, target.num_layers, folder)
     if num_steps > count:
         has = "1 MTP module, which every step uses" if count == 1 else f"{count} MTP modules; the steps after them use the last one again"
-        log.warning("draft.num_steps=%d: %s has %s", num_steps, folder, has)
+        # Each job's log has it, the console once, for a sweep would repeat it with every job.
+        log.warning("draft.num_steps=%d: %s has %s", num_steps, folder, has, extra={"file_only": folder in _told})
+        _told.add(folder)
     try:
         plan = plan_for(target.config)
     except NotFusable as reason:

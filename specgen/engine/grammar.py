@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specgen.engine.buffers import CpuGpuBuffer
 from specgen.engine.grammar_walk import UNVISITED, Ending, State, Walk
-from specgen.grammar_text import KEY, Rules, library
+from specgen.grammar_text import KEY, Rules, library, limit_passed
 from specgen.types import Draft, Request, SamplingParams
 
 MOST_THREADS = 32
@@ -132,13 +132,8 @@ class GrammarMasks:
         if state.followed == len(output) - ended and (not ended or state.matcher.is_accepting()):
             return None
         state.matcher.compute_bitmask()  # only to hear what the library says of the place
-        said = " ".join(state.matcher.get_error().partition("<state>")[0].split())
-        # "NoExtension..." is the library's word for a place like any other that leaves nothing; the rest are its limits.
-        why = (
-            f": {said[:200]}"
-            if said and not said.startswith("NoExtension")
-            else ": neither it, nor the vocabulary, nor the row's other masks allow one"
-        )
+        said = limit_passed(state.matcher)
+        why = f": {said[:200]}" if said else ": neither it, nor the vocabulary, nor the row's other masks allow one"
         return state.followed, f"{KEY} has no token at output position {state.followed}{why}"
 
     def _consume(self, matcher: Any, tokens: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -23,7 +24,7 @@ from specgen.data.rows import RowFault
 from specgen.data.sampling import params_from_config, row_params
 from specgen.errors import ConfigError, DataError
 from specgen.lm_eval.arguments import config_from, row_sampling
-from specgen.loading import load, on_device, resolve_device, target_path, tokenizer_of
+from specgen.loading import check_sampling, load, on_device, resolve_device, target_path, tokenizer_of
 from specgen.types import Completion
 
 try:
@@ -88,7 +89,7 @@ class SpecgenLM(LM):
 
     def _generate(self, requests: Sequence[Any], disable_tqdm: bool) -> list[str]:
         rows = [self._row(request) for request in requests]
-        loaded = load(self.config.model)
+        loaded = load(self.config.model, partial(check_sampling, self.config))
         self._max_length = loaded.target.max_length
         # The template is in the texts already; to the reader its settings would be meant for rows that have none.
         config = replace(self.config, data=replace(self.config.data, chat_template="auto", chat_template_kwargs={}))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from specgen.pasting import setting
 from specgen.report.disk import dumps, storage_error
 from specgen.report.resume import parse_row, torn_tail
 
@@ -36,7 +37,7 @@ def append_attempt(folder: Path, entry: dict[str, Any]) -> int:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise storage_error(path, error, f"finished rows are safe: free space and go on with resume={folder}") from error
+        raise storage_error(path, error, f"finished rows are safe: free space and go on with {setting('resume', folder)}") from error
     return int(number)
 
 

@@ -129,6 +129,27 @@ def read_json(path: Path, remedy: str) -> Any:
         raise DataError(f"{path} is not valid JSON ({error}); {remedy}") from None
 
 
+def holder(folder: Path) -> str | None:
+    """The number of the process that holds ``folder``'s lock (``unknown`` where it has not said so yet); None where nobody does."""
+    try:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _said_by_holder(descriptor)
+    except OSError:  # some network file systems have no locks
+        return None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _said_by_holder(descriptor: int) -> str:
+    return os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
+
+
 class FolderLock:
     """The exclusive lock of a run folder: held by one job at a time, released by the kernel when the job dies.
 
@@ -150,9 +171,9 @@ class FolderLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
+                by = _said_by_holder(descriptor)
                 os.close(descriptor)
-                raise DataError(f"{self.path.parent} is in use by another job (process {holder}); wait for it or choose another output.dir") from None
+                raise DataError(f"{self.path.parent} is in use by another job (process {by}); wait for it or choose another output.dir") from None
             except OSError as error:  # some network file systems have no locks
                 warnings.warn(f"{self.path.parent} cannot be locked ({error.strerror}): do not start a second job on it", stacklevel=4)
             if self._is_current(descriptor):

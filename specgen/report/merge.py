@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import ConfigError, DataError
+from specgen.pasting import setting
 from specgen.report import parquet
 from specgen.report.disk import FolderLock, read_json, storage_error, write_json
 from specgen.report.environment import ENVIRONMENT_NAME, differences
@@ -52,9 +53,11 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
     for run, (folder, one) in enumerate(zip(dirs, stats, strict=True)):
         rows = sum(place[2] == run for place in order)
         if not one.get("complete", True):
-            raise DataError(f"{folder} was stopped before its input ended; finish it with resume={folder} first")
+            raise DataError(f"{folder} was stopped before its input ended; finish it with {setting('resume', folder)} first")
         if rows != one["samples"]:
-            raise DataError(f"{folder} holds {rows} whole rows but its stats.json counts {one['samples']}; finish it with resume={folder} first")
+            raise DataError(
+                f"{folder} holds {rows} whole rows but its stats.json counts {one['samples']}; finish it with {setting('resume', folder)} first"
+            )
     with FolderLock(out):
         try:
             (_write_parts if form == "parquet" else _write_lines)(dirs, order, out)

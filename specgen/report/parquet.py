@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specgen.errors import DataError
+from specgen.pasting import setting
 from specgen.report.disk import REPLACED, dumps, storage_error, sync_folder
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def _valid(text: str | None, notes: Counter[str]) -> str | None:
     if text is None:
         return None
     repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    notes[REPLACED] += sum(a != b for a, b in zip(text, repaired, strict=False)) if repaired != text else 0
+    if repaired != text:
+        notes[REPLACED] += sum(a != b for a, b in zip(text, repaired, strict=False))
     return repaired
 
 
@@ -152,7 +154,7 @@ def drop_rows(run_dir: Path, drop: Callable[[dict[str, Any]], bool]) -> None:
                 path.unlink()
                 sync_folder(path.parent)
         except OSError as error:
-            raise storage_error(path, error, f"no finished row is lost: free space and go on with resume={run_dir}") from error
+            raise storage_error(path, error, f"no finished row is lost: free space and go on with {setting('resume', run_dir)}") from error
 
 
 class ParquetParts:
@@ -196,7 +198,9 @@ class ParquetParts:
             write_part(path, self._pending, notes)
         except OSError as error:
             waiting, self._pending = len(self._pending), []
-            outcome = f"{self.rows} rows of this start are complete, {waiting} will be redone: free space and go on with resume={self._run_dir}"
+            outcome = (
+                f"{self.rows} rows of this start are complete, {waiting} will be redone: free space and go on with {setting('resume', self._run_dir)}"
+            )
             raise storage_error(path, error, outcome) from error
         self._next += 1
         self.rows += len(self._pending)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.errors import DataError
+from specgen.pasting import setting
 from specgen.report import parquet
 from specgen.report.disk import storage_error, sync_folder
 from specgen.types import Prompt
@@ -204,7 +205,7 @@ def drop_superseded(folder: Path, superseded: set[Key]) -> None:
         sync_folder(folder)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise storage_error(path, error, f"no finished row is lost: free space and go on with resume={folder}") from error
+        raise storage_error(path, error, f"no finished row is lost: free space and go on with {setting('resume', folder)}") from error
 
 
 def _remove_temporaries(folder: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specgen.errors import DataError
+from specgen.pasting import setting
 from specgen.report import parquet
 from specgen.report.attempts import append_attempt, read_attempts
 from specgen.report.disk import read_json, write_json
@@ -51,7 +52,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield row
     tail = torn_tail(path)
     if tail and parse_row(tail) is None:
-        warnings.warn(f"{path}: its last line is cut off and was left out; resume={path.parent} mends it", stacklevel=2)
+        warnings.warn(f"{path}: its last line is cut off and was left out; {setting('resume', path.parent)} mends it", stacklevel=2)
 
 
 def load_stats(run_dir: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Boundary: takes Completions and puts them on the disk. Knows nothing of how they
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from specgen.errors import DataError
+from specgen.pasting import setting
 from specgen.report.disk import FolderLock, dumps, storage_error, sync_folder
 from specgen.report.parquet import ParquetParts
 from specgen.report.resume import ROWS_NAME, Finished, drop_superseded, holds_results, open_for_resume, rows_format
@@ -49,10 +51,19 @@ def row_of(
     if provenance and completion.provenance is not None:
         row["provenance"] = completion.provenance
     if completion.logprobs is not None:
-        row["logprobs"] = completion.logprobs
+        row["logprobs"] = _zeros_null(completion.logprobs)
     if prompt_token_ids:
         row["prompt_token_ids"] = completion.prompt_token_ids
     return row
+
+
+def _zeros_null(logprobs: Any) -> Any:
+    """A copy with null for each logarithm of a probability of 0: the law's own value, which is written so by intent and not counted as a fault."""
+    if isinstance(logprobs, float):
+        return None if logprobs == -math.inf else logprobs
+    if isinstance(logprobs, dict):
+        return {name: _zeros_null(value) for name, value in logprobs.items()}
+    return [_zeros_null(value) for value in logprobs] if isinstance(logprobs, list | tuple) else logprobs
 
 
 def _turn(turn: dict[str, Any], token_ids: bool) -> dict[str, Any]:
@@ -105,7 +116,7 @@ class RunWriter:
             if resume:
                 self._resume(resume_errors)
             elif holds_results(folder):
-                raise DataError(f"{folder} already holds the results of a run; choose another output.dir or go on with resume={folder}")
+                raise DataError(f"{folder} already holds the results of a run; choose another output.dir or go on with {setting('resume', folder)}")
         except BaseException:
             self._unlock()
             raise
@@ -225,7 +236,7 @@ class _Lines:
         self._synced_at, self._dirty = time.monotonic(), False
 
     def _fail(self, error: OSError) -> DataError:
-        outcome = f"the {self._rows} rows this start wrote are complete: free space and go on with resume={self._folder}"
+        outcome = f"the {self._rows} rows this start wrote are complete: free space and go on with {setting('resume', self._folder)}"
         self._failure = storage_error(self._path, error, outcome)
         return self._failure
 
