@@ -10,6 +10,8 @@ stop ids (-1 unused).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -104,6 +106,19 @@ def kept_and_finish(
     return torch.where(alive, kept, 0).to(torch.int32), torch.where(alive, finish, RUNNING).to(torch.int32)
 
 
+class Keep(NamedTuple):
+    """One token, and one state, of each row for rings by slot: entry (length + offset) modulo W of the row's line.
+
+    length [B] int32, as from ``begin_step``; kept_tokens [R, W] int32; states [B, E] and kept [R, W, E], or neither.
+    """
+
+    length: Tensor
+    kept_tokens: Tensor
+    offset: int = 0
+    states: Tensor | None = None
+    kept: Tensor | None = None
+
+
 def finish_step(
     y: Tensor,
     slots: Tensor,
@@ -114,6 +129,7 @@ def finish_step(
     valid: Tensor | None = None,
     walk: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     imposed: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Accept, commit and record one step: (tokens [B, S+1] int32, 0 beyond the run; accepted [B]; count [B]; path [B, S+1] or None for a chain),
     int32.
@@ -123,7 +139,7 @@ def finish_step(
     walk =
     (path [B, S+1], accepted [B], child_at_end [B], draft_depth [B]). Neither: a plain step. count = accepted + 1, 0 for a dead row: how many rows the
     drafter extends. imposed [B] int32: accepted lengths to impose on a chain (simulation): the run is then the draft's tokens and y after the last.
-    A node at depth d stands at position L + d and exists only up to max_length - 1.
+    A node at depth d stands at position L + d and exists only up to max_length - 1. keep: what a plain step leaves for a drafter that is not running.
     """
     batch = y.shape[0]
     line = rows.index_select(0, slots)
@@ -167,20 +183,13 @@ def finish_step(
     for column, values in enumerate((alive, accepted, kept, finish, proposed, child)):
         result[:batch, column] = values
     result[:batch, RESULT_COLUMNS : RESULT_COLUMNS + width] = tokens
+    if keep is not None:
+        assert width == 1, "only a plain step keeps"
+        at = ((keep.length + keep.offset) % keep.kept_tokens.shape[1]).long()
+        keep.kept_tokens[slots, at] = tokens.clamp(min=0)[:, 0]
+        if keep.states is not None and keep.kept is not None:
+            keep.kept[slots, at] = keep.states
     return tokens.clamp(min=0), accepted.to(torch.int32), ((accepted + 1) * alive).to(torch.int32), path
-
-
-def keep_step(
-    slots: Tensor, length: Tensor, tokens: Tensor, kept_tokens: Tensor, offset: int = 0, states: Tensor | None = None, kept: Tensor | None = None
-) -> None:
-    """Keep one token, and one state, of each row in rings by slot: entry (length + offset) modulo W of the row's line.
-
-    slots [B] int64; length, tokens [B] int32 (tokens may be strided); kept_tokens [R, W] int32; states [B, E] and kept [R, W, E], or neither.
-    """
-    at = ((length + offset) % kept_tokens.shape[1]).long()
-    kept_tokens[slots, at] = tokens
-    if states is not None and kept is not None:
-        kept[slots, at] = states
 
 
 def take_rows(table: Tensor, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import pdl_options, pdl_wait
-from .reference_step import RESULT_COLUMNS, STOP_COLUMN
+from .reference_step import RESULT_COLUMNS, STOP_COLUMN, Keep
 
 
 @triton.jit
@@ -117,13 +117,23 @@ def window(
 @triton.jit
 def _finish(
     y, slots, rows, columns, max_length, result, result_columns, drafted, valid, path, walk_accepted, walk_child, walk_proposed, imposed, out_tokens,
-    out_accepted, out_count, out_path, D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, MODE: tl.constexpr,
-    HAS_VALID: tl.constexpr, HAS_IMPOSED: tl.constexpr, STOPS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    out_accepted, out_count, out_path, keep_length, kept_tokens, window, offset, states, state_stride, kept, state_width,
+    D: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, MODE: tl.constexpr, HAS_VALID: tl.constexpr,
+    HAS_IMPOSED: tl.constexpr, STOPS: tl.constexpr, TOKENS: tl.constexpr, KEEP: tl.constexpr, STATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # MODE 0: plain, 1: chain, 2: tree.
+    # MODE 0: plain, 1: chain, 2: tree. KEEP: the token is kept too; STATES: and a state, so many elements a program: all but the first of a row's
+    # programs do nothing else.
     pdl_wait(PDL)
     b = tl.program_id(0)
     slot = tl.load(slots + b)
+    if KEEP:
+        entry = slot * window + (tl.load(keep_length + b) + offset) % window
+        if STATES:
+            s = tl.program_id(1) * STATES + tl.arange(0, STATES)
+            state = tl.load(states + b.to(tl.int64) * state_stride + s, mask=s < state_width, other=0.0)
+            tl.store(kept + entry * state_width + s, state, mask=s < state_width)
+            if tl.program_id(1) > 0:
+                return
     line = rows + slot * columns
     alive = tl.load(line)
     length = tl.load(line + 1)
@@ -163,6 +173,8 @@ def _finish(
     run = tl.where(i <= accepted, run, -1)
     tl.store(out_tokens + b * W + i, tl.maximum(run, 0), mask=inside)  # a padded row still needs a token that exists
     tl.store(result + b * result_columns + TOKENS + i, run, mask=inside)
+    if KEEP:
+        tl.store(kept_tokens + entry, tl.maximum(tl.max(tl.where(i == 0, run, 0)), 0))
 
     e = tl.arange(0, E)
     stops = tl.load(line + STOPS + e)
@@ -210,6 +222,7 @@ def finish_step(
     valid: Tensor | None = None,
     walk: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     imposed: Tensor | None = None,
+    keep: Keep | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See ``reference_step.finish_step``."""
     batch, nodes = y.shape
@@ -225,10 +238,16 @@ def finish_step(
     tokens = torch.empty(batch, width, dtype=torch.int32, device=y.device)
     accepted = torch.empty(batch, dtype=torch.int32, device=y.device)
     count = torch.empty(batch, dtype=torch.int32, device=y.device)
-    _finish[(batch,)](
+    length, kept_tokens, offset, states, kept = (None, None, 0, None, None) if keep is None else keep
+    assert (keep is None or width == 1) and (states is None or states.stride(1) == 1)
+    state_width = 0 if states is None else states.shape[1]
+    block = 0 if states is None else min(1024, triton.next_power_of_2(state_width))
+    _finish[(batch, triton.cdiv(state_width, block) if block else 1)](
         y, slots, rows, rows.shape[1], max_length, result, result.shape[1], drafted, valid, walk_path, walk_accepted, walk_child, walk_proposed,
-        imposed,
-        tokens, accepted, count, path, D=nodes, W=width, BLOCK=triton.next_power_of_2(width), E=rows.shape[1] - STOP_COLUMN, MODE=mode,
-        HAS_VALID=valid is not None, HAS_IMPOSED=imposed is not None, STOPS=STOP_COLUMN, TOKENS=RESULT_COLUMNS, num_warps=1, **pdl_options(y.device),
+        imposed, tokens, accepted, count, path, length, kept_tokens, 0 if kept_tokens is None else kept_tokens.shape[1], offset, states,
+        0 if states is None else states.stride(0), kept, state_width,
+        D=nodes, W=width, BLOCK=triton.next_power_of_2(width), E=rows.shape[1] - STOP_COLUMN, MODE=mode, HAS_VALID=valid is not None,
+        HAS_IMPOSED=imposed is not None, STOPS=STOP_COLUMN, TOKENS=RESULT_COLUMNS, KEEP=keep is not None, STATES=block, num_warps=1,
+        **pdl_options(y.device),
     )  # fmt: skip
     return tokens, accepted, count, path

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +80,25 @@ class Counts:
     committed: int = 0
     trimmed: int = 0
 
+    def add(self, accepted: int, draft_depth: int, child_at_end: int, times: int = 1) -> None:
+        """Count ``times`` equal steps: drafts accepted, depths that had a draft, and whether there was one more to try (docs/metrics.md)."""
+        if draft_depth:
+            self.verify_steps += times
+            grow = draft_depth - len(self.proposed)
+            if grow > 0:
+                for column in (self.proposed, self.reached, self.accepted):
+                    column.extend([0] * grow)
+            for depth in range(draft_depth):
+                self.proposed[depth] += times
+            for depth in range(accepted):
+                self.reached[depth] += times
+                self.accepted[depth] += times
+            if child_at_end:
+                self.reached[accepted] += times
+        else:
+            self.steps_without_draft += times
+        self.committed += (accepted + 1) * times
+
     def as_dict(self) -> dict[str, Any]:
         """The ``counts`` object of an output row."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -86,6 +107,11 @@ class Counts:
         """Assert the two identities every row obeys; a failure is a defect of the engine."""
         assert self.committed == sum(self.accepted) + self.verify_steps + self.steps_without_draft, self
         assert output_tokens == self.prefill_sampled + self.committed - self.trimmed, (self, output_tokens)
+
+
+def step_code(accepted: Any, draft_depth: Any, child_at_end: Any) -> Any:
+    """What ``Counts.add`` takes of a step in one int32, elementwise."""
+    return accepted << 16 | draft_depth << 1 | child_at_end
 
 
 @dataclass(eq=False)
@@ -107,7 +133,8 @@ class Request:
     kv_allocated_len: int = 0  # monotone watermark of KV slots owned, in tokens
     stop_ids: tuple[int, ...] | None = None  # the ids that end it, once they were asked for
     epoch: int = 0  # raised by a preemption, so that a step still in flight for the earlier life is recognised
-    counts: Counts = field(default_factory=Counts)
+    counted: Counts = field(default_factory=Counts)  # without the steps below; ``counts`` has them all
+    steps: array[int] = field(default_factory=lambda: array("i"))  # one ``step_code`` a step that has not been counted yet
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: dict[str, str] | None = None
@@ -115,6 +142,16 @@ class Request:
     provenance: list[int] = field(default_factory=list)  # per output token: -1 prefill, 0 bonus, d >= 1 drafted at depth d
     logprobs: list[Any] = field(default_factory=list)
     grammar: Any = None  # where the output stands in the job's grammar (``engine.grammar``)
+    read: bool = True  # the host looks at every token of it, for endings that the device does not know
+
+    @property
+    def counts(self) -> Counts:
+        """The row's raw integers so far."""
+        if self.steps:
+            for code, times in Counter(self.steps).items():
+                self.counted.add(code >> 16, code >> 1 & 32767, code & 1, times)
+            del self.steps[:]
+        return self.counted
 
     @property
     def done(self) -> bool:

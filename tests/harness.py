@@ -17,8 +17,8 @@ from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.data.tokenizer import load_tokenizer
 from specgen.draft.base import Drafter
 from specgen.draft.load import load_drafter
-from specgen.engine import scheduler
 from specgen.engine.engine import Engine
+from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, KEPT
 from specgen.models.loader import load_target
 from specgen.models.target import Target
 from specgen.types import Prompt, Request, SamplingParams
@@ -148,13 +148,16 @@ def run(
 def drive(engine: Engine, requests: list[Request], order: Sequence[int] | None = None) -> Run:
     """Run requests on an engine and check what is true of every run."""
     steps: dict[int, list[Step]] = {id(r): [] for r in requests}
-    count = scheduler._count
+    retire = engine.scheduler.retire_decode
 
-    def counted(request: Request, accepted: int, kept: int, draft_depth: int, child_at_end: int) -> None:
-        steps[id(request)].append(Step(accepted, kept, draft_depth, child_at_end))
-        count(request, accepted, kept, draft_depth, child_at_end)
+    def recorded(decode: tuple[tuple[int, Request, int], ...], result: Any, *more: Any) -> list[Request]:
+        """What the device said of each row that the host still waits for, noted before the host accounts for it."""
+        for (_, request, epoch), row in zip(decode, result.tolist(), strict=True):
+            if not request.done and request.epoch == epoch and row[ALIVE]:
+                steps[id(request)].append(Step(row[ACCEPTED], row[KEPT], row[DRAFT_DEPTH], row[CHILD_AT_END]))
+        return retire(decode, result, *more)
 
-    with patch.object(scheduler, "_count", counted):
+    with patch.object(engine.scheduler, "retire_decode", recorded):
         done = engine.run(requests if order is None else [requests[i] for i in order])
     result = Run(engine, requests, [steps[id(r)] for r in requests])
     assert sorted(map(id, done)) == sorted(map(id, requests)), "every request comes back once"

@@ -94,6 +94,33 @@ def test_step_kernels_equal_their_reference(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("width", "offset"), [(0, 1), (24, 0), (1500, 0)])
+def test_a_plain_step_keeps_its_token_and_state(width: int, offset: int, device: str) -> None:
+    """Of every row in its own line, at its length modulo the window; a token that is not finite as 0, a dead row's on the scratch line."""
+    kernels(device)
+    from specgen.kernels import step
+
+    g = torch.Generator().manual_seed(1)
+    slots, length = torch.tensor([3, 1, 0, 4]), torch.tensor([5, 70, 0, 63], dtype=torch.int32)
+    y = torch.tensor([[7], [8], [2], [-1]], dtype=torch.int32)
+    rows = torch.zeros(5, 9 + 4, dtype=torch.int32)
+    rows[:, 9:] = -1
+    rows[slots, 0], rows[slots, 1], rows[:, 4] = torch.tensor([1, 1, 0, 1], dtype=torch.int32), length, 99
+    states = torch.randn(4, 2 * max(width, 1), generator=g)[:, :width].to(device) if width else None
+    found = []
+    for finish in (step.finish_step, reference.finish_step):
+        kept_tokens, kept = torch.full((5, 64), -5, dtype=torch.int32, device=device), torch.zeros(5, 64, width, device=device)
+        keep = reference.Keep(length.to(device), kept_tokens, offset, states, kept if width else None)
+        result, table = torch.zeros(4, 7, dtype=torch.int32, device=device), rows.clone().to(device)
+        out = finish(y.to(device), slots.to(device), table, 100, result, keep=keep)
+        found.append((*out[:3], result, table, kept_tokens, kept))
+    assert_same("a step that keeps", *found)
+    kept_tokens, kept = found[0][5].cpu(), found[0][6].cpu()
+    assert [int(kept_tokens[s, (n + offset) % 64]) for s, n in zip(slots.tolist(), length.tolist(), strict=True)] == [7, 8, 2, 0]
+    assert int((kept_tokens != -5).sum()) == 4 and (states is None or torch.equal(kept[1, (70 + offset) % 64], states[1].cpu()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norms", [(False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("residual, feed_first, plus_one", [("none", False, False), ("plain", False, False), ("normed", True, True)])
 def test_pair_input_equals_its_reference(norms: tuple[bool, bool], residual: str, feed_first: bool, plus_one: bool, device: str) -> None:

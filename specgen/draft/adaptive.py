@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 PERIOD = 8  # decode steps between decisions
+PLAIN = 32  # ... at S = 0, which only a probe can end
 BURST = 4  # steps of a probe
 PROBE_SHARE = 0.01  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
@@ -29,12 +30,14 @@ Key = tuple[int, int]
 
 
 class Choice(NamedTuple):
-    """What a step was chosen to be. ``trial``: its losses are paid from the probing budget."""
+    """What a step was chosen to be. ``trial``: its losses are paid from the probing budget. ``ahead``: so many more steps of this bucket and context
+    are the same without asking again."""
 
     bucket: int
     context: int
     num_steps: int
     trial: bool = False
+    ahead: int = 0
 
     @property
     def key(self) -> Key:
@@ -47,7 +50,8 @@ class Outcome:
     """What came of a step. ``seconds`` is None where it cannot be told (a prefill ran along); ``usable``: it is the plain cost of such a step.
 
     ``caught_up``: the drafter was brought up to date in it, or the host launched that for the step after it; ``ahead``: what it launched belongs to a
-    trial; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and accepted: of them, by depth.
+    trial; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and accepted: of them, by depth. ``steps``: that many plain
+    steps at once, whose ``seconds`` these are together.
     """
 
     seconds: float | None
@@ -58,6 +62,7 @@ class Outcome:
     caught_up: bool = False
     ahead: bool = False
     capture_s: float = 0.0
+    steps: int = 1
 
 
 class Acceptance:
@@ -239,6 +244,9 @@ class AdaptiveController:
             if not place.left:
                 place.since = PERIOD - 2  # decide once the last step of the burst is known
             return Choice(bucket, context, place.burst, place.trial)
+        if place.home == 0 and place.since == 0:
+            place.since = PERIOD  # decide when they are over
+            return Choice(bucket, context, 0, ahead=PLAIN - 1)
         trial = place.home > 0 and self.trial_left > 0
         self.trial_left -= trial
         return Choice(bucket, context, place.home, trial)
@@ -301,7 +309,7 @@ class AdaptiveController:
         spent = self.spent.get((choice.bucket, choice.num_steps))
         if spent is None:
             spent = self.spent[choice.bucket, choice.num_steps] = Spent()
-        spent.steps += 1
+        spent.steps += outcome.steps
         spent.context = choice.context
         if outcome.capture_s:
             self.capture_s = outcome.capture_s
@@ -313,7 +321,7 @@ class AdaptiveController:
         place = self.places.get(choice.key)
         if place is not None:
             place.seconds += outcome.seconds
-        self.costs.add(choice.key, choice.num_steps, outcome.seconds, outcome.usable)
+        self.costs.add(choice.key, choice.num_steps, outcome.seconds / outcome.steps, outcome.usable)
         self._pay(choice, outcome, outcome.seconds)
 
     def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:
@@ -323,7 +331,7 @@ class AdaptiveController:
         usual is the trial's loss too.
         """
         self.credit += PROBE_SHARE * seconds
-        longer = max(0.0, seconds - self.costs.cost(choice.key, choice.num_steps))
+        longer = max(0.0, seconds - outcome.steps * self.costs.cost(choice.key, choice.num_steps))
         if choice.trial:
             tokens = 1 + sum(outcome.accepted) / max(1, outcome.rows)
             self.credit -= seconds - tokens * self.costs.cost(choice.key, 0)

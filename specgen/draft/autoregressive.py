@@ -19,6 +19,7 @@ from specgen.draft import tree
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, SamplingRows, StepRows
 from specgen.draft.sampled import check_draft_tokens, comb, draw_drafts
 from specgen.kernels import ops
+from specgen.kernels.reference_step import Keep
 from specgen.models.decoder import Tail
 from specgen.types import Draft, Layout
 
@@ -236,8 +237,8 @@ class AutoregressiveDrafter(Drafter):
         if self.chain is not None:
             self.chain = self.chain.for_steps(num_steps)
 
-    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
-        ring.push(rows, tokens, self.head.features(hidden))
+    def keep(self, rows: StepRows, hidden: Hidden, ring: StateRing) -> Keep:
+        return ring.keep(rows, self.head.features(hidden))
 
     def catch_up(self, rows: StepRows, ring: StateRing, steps: int) -> None:
         for part in ring.replay(rows, steps, self.lead):

@@ -14,6 +14,7 @@ from torch import Tensor
 from specgen.draft.tree import default_draft_tokens
 from specgen.kernels import ops
 from specgen.kernels.reference_sampling import LawTables, spread
+from specgen.kernels.reference_step import Keep
 from specgen.types import Draft, Layout
 
 if TYPE_CHECKING:
@@ -191,8 +192,9 @@ class Drafter:
     def use_steps(self, num_steps: int) -> None:
         """Steps of ``num_steps`` > 0 follow, at most what the drafter was made for (adaptive speculation)."""
 
-    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
-        """A step without a draft has committed ``tokens`` [B] int32: do not run, only keep what ``catch_up`` will need. hidden: of the roots."""
+    def keep(self, rows: StepRows, hidden: Hidden, ring: StateRing) -> Keep | None:
+        """A step without a draft is about to commit: what ``catch_up`` will need of it, kept by the commit itself. hidden: of the roots."""
+        return None
 
     def catch_up(self, rows: StepRows, ring: StateRing, steps: int) -> None:
         """Before the first draft after ``steps`` steps that were skipped: follow what they committed, as far back as the ring goes, and keep the

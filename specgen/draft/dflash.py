@@ -27,6 +27,7 @@ from specgen.draft.sampled import draw_drafts
 from specgen.draft.tree import rebuild_topk1_chain_buffers
 from specgen.errors import CheckpointError, ConfigError
 from specgen.kernels import ops
+from specgen.kernels.reference_step import Keep
 from specgen.models.attention import KvPool, kv_bytes_per_token
 from specgen.models.decoder import build_layer, input_norm, project_qkv, run_layer
 from specgen.models.loader import read_tensors
@@ -128,8 +129,8 @@ class DFlashDrafter(Drafter):
         tokens = tokens.view(batch, num_steps)
         return self.chain.draft(tokens.split(1, 1), tokens)
 
-    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
-        ring.push(rows, tokens, _aux(hidden))
+    def keep(self, rows: StepRows, hidden: Hidden, ring: StateRing) -> Keep:
+        return ring.keep(rows, _aux(hidden))
 
     def catch_up(self, rows: StepRows, ring: StateRing, steps: int) -> None:
         for part in ring.replay(rows, steps, self.lead):

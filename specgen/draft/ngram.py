@@ -12,7 +12,7 @@ from torch import Tensor
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.ring import StateRing
 from specgen.errors import ConfigError
-from specgen.kernels import ops
+from specgen.kernels.reference_step import Keep
 from specgen.models.target import Hidden
 from specgen.types import Draft
 
@@ -65,9 +65,9 @@ class NgramDrafter(Drafter):
         positions = torch.where(valid, rows.length.long()[:, None] + offsets, self.spare)
         self._write(rows.slots[:, None], positions, accepted.tokens)
 
-    def skip(self, rows: StepRows, tokens: Tensor, hidden: Hidden, ring: StateRing) -> None:
+    def keep(self, rows: StepRows, hidden: Hidden, ring: StateRing) -> Keep:
         # The whole text is here anyway, so there is nothing to catch up with.
-        ops.keep_step(rows.slots, rows.length, tokens, self.history, 1)
+        return Keep(rows.length, self.history, 1)
 
     def propose(self, rows: StepRows, num_steps: int) -> Draft:
         history = self.history.index_select(0, rows.slots)[:, : self.max_length]

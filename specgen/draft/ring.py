@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specgen.draft.base import StepRows
-from specgen.kernels import ops
+from specgen.kernels.reference_step import Keep
 from specgen.models.decoder import Tail
 from specgen.types import Layout
 
@@ -74,9 +74,9 @@ class StateRing:
         """Rows whose prompt has just run through the drafter too. slots [F] int64, length [F] int32."""
         self.begun.index_copy_(0, slots, length)
 
-    def push(self, rows: StepRows, tokens: Tensor, states: Tensor | None) -> None:
-        """Keep one committed position a row. tokens [B] int32: what follows each root; states [B, width]: the target's at the roots."""
-        ops.keep_step(rows.slots, rows.length, tokens, self.tokens, 0, states, self.states)
+    def keep(self, rows: StepRows, states: Tensor | None) -> Keep:
+        """One position a row, for the commit to keep with the token that follows. states [B, width]: the target's at the roots."""
+        return Keep(rows.length, self.tokens, 0, states, self.states)
 
     def replay(self, rows: StepRows, steps: int, lead: int) -> Iterator[Replay]:
         """The forwards that bring the rows up to date after ``steps`` steps without the drafter, oldest positions first.

@@ -42,7 +42,7 @@ from specgen.engine.text import OutputText
 from specgen.errors import CapacityError, ConfigError
 from specgen.grammar_text import Rules
 from specgen.kernels import ops
-from specgen.kernels.reference_step import RESULT_COLUMNS, kept_and_finish
+from specgen.kernels.reference_step import RESULT_COLUMNS, Keep, kept_and_finish
 from specgen.models.target import Target
 from specgen.types import Draft, Layout, Request
 
@@ -217,7 +217,8 @@ class Engine:
             flight = self.in_flight.popleft()
             done += self.retire(flight)
             if self.pacing is not None:
-                self.pacing.retired(flight.batch, _read(flight.decode_result, len(flight.batch.decode)), batch)
+                landed = flight.decode_result
+                self.pacing.retired(flight.batch, None if landed is None else landed.np[: len(flight.batch.decode)], batch)
             if flight.batch.decode and not flight.batch.chunks and batch.decode and not batch.chunks:
                 seconds = time.perf_counter() - start
                 self.times.step_ms.append(1000 * seconds)
@@ -269,7 +270,7 @@ class Engine:
 
     def adaptive_report(self) -> list[dict[str, Any]]:
         """What adaptive speculation chose and why (``AdaptiveController.report``); empty where num_steps is fixed."""
-        return [] if self.pacing is None else self.pacing.controller.report()
+        return [] if self.pacing is None else self.pacing.report()
 
     def abort(self, request: Request) -> None:
         """Drop a request."""
@@ -369,15 +370,14 @@ class Engine:
     def _finish(self, rows: StepRows, draft: Draft | None, result: Tensor) -> None:
         """All of a step that follows the proposal."""
         hidden, logits, y = self._verify(rows, draft)
-        tokens, accepted, count, path = self._commit(rows, draft, y, result)
+        keep = self.drafter.keep(rows, hidden, self.ring) if draft is None and self.ring is not None else None
+        tokens, accepted, count, path = self._commit(rows, draft, y, result, keep)
         if self.checks is not None:
             self._check_step(rows, draft, tokens, accepted, path)
         self.law.count(rows.slots, tokens, count)
         if self._logprobs is not None and self.top is not None:
             self._logprobs[: tokens.shape[0], : tokens.shape[1]] = logprobs(logits, tokens, path, rows.sampling, self.top)
         if draft is None:
-            if self.ring is not None:
-                self.drafter.skip(rows, tokens[:, 0], hidden, self.ring)
             return
         if path is not None:
             ops.compact_kv(self.pool.k, self.pool.v, rows.block_table, rows.length, path, accepted, rows.page_size)
@@ -418,11 +418,13 @@ class Engine:
             self.tap(logits)
         return logits
 
-    def _commit(self, rows: StepRows, draft: Draft | None, y: Tensor, result: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _commit(
+        self, rows: StepRows, draft: Draft | None, y: Tensor, result: Tensor, keep: Keep | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Accept, trim, advance the rows that go on and let the others die, on the device (``kernels.reference_step.finish_step``)."""
         common: dict[str, Any] = dict(max_length=self.max_length, result=result)
         if draft is None:
-            return ops.finish_step(y, rows.slots, self.rows.ints, **common)
+            return ops.finish_step(y, rows.slots, self.rows.ints, keep=keep, **common)
         imposed = None if self.simulation is None else self.simulation.lengths(rows.slots)
         if draft.path is None:
             return ops.finish_step(y, rows.slots, self.rows.ints, drafted=draft.token_ids, valid=draft.valid, imposed=imposed, **common)

@@ -54,6 +54,10 @@ class Pacing:
         self._start = self._last = 0.0
         self._steady = False  # the step retired before was a decode step alone, and the next was launched by then
         self._captured = 0.0
+        # Plain steps that need no choice: a step of a small model is hardly longer than what choosing and noting it takes.
+        self._plain = Paced(Choice(0, 0, 0), 0, True)
+        self._plain_rows = self._plain_left = 0
+        self._plain_steps, self._plain_s = 0, 0.0  # retired and not yet told, and their seconds
 
     def begin(self, now: float) -> None:
         """A call of ``Engine.step`` began at ``now``."""
@@ -61,6 +65,13 @@ class Pacing:
 
     def plan(self, batch: Batch) -> None:
         """Set the num_steps of a batch and what its drafter has to follow first."""
+        if self._plain_left:
+            if len(batch.decode) == self._plain_rows and batch.max_len <= self._plain.choice.context and not batch.chunks:
+                self._plain_left -= 1
+                self.skipped += 1
+                batch.num_steps, batch.catch_up, batch.paced = 0, 0, self._plain
+                return
+            self._plain_left = 0
         choice = self.controller.choose(bucket_of(len(batch.decode), self.max_batch), context_of(batch.max_len, self.limit))
         batch.num_steps, batch.catch_up = choice.num_steps, 0
         if choice.num_steps == 0:
@@ -71,10 +82,20 @@ class Pacing:
                 self.drafter.use_steps(choice.num_steps)
                 self._steps = choice.num_steps
         batch.paced = Paced(choice, batch.catch_up, not batch.chunks)
+        if choice.ahead and self.overlap:
+            self._tell_plain()
+            self._plain = Paced(choice._replace(ahead=0), 0, True)
+            self._plain_rows, self._plain_left = len(batch.decode), choice.ahead
 
     def retired(self, batch: Batch, result: np.ndarray | None, launched: Batch) -> None:
         """A step was retired while ``launched`` was the newest one. result [n, columns] int32, or None for a step without decode rows."""
         now = time.perf_counter()
+        if batch.paced is self._plain and launched.paced is self._plain and self._steady:
+            self._plain_steps += 1
+            self._plain_s += now - self._last
+            self._last = now
+            return
+        self._tell_plain()
         capture_s, self._captured = self._capture_seconds() - self._captured, self._capture_seconds()
         since, self._last = self._last, now
         steady, self._steady = self._steady, bool(batch.decode and launched.decode) and not batch.chunks
@@ -93,6 +114,18 @@ class Pacing:
             outcome.ahead = ahead.choice.trial
         outcome.usable = not capture_s and not outcome.caught_up
         self.controller.stepped(paced.choice, outcome)
+
+    def report(self) -> list[dict[str, Any]]:
+        """The controller's, of every step retired so far."""
+        self._tell_plain()
+        return self.controller.report()
+
+    def _tell_plain(self) -> None:
+        """Tell the controller of the plain steps retired since the last time, all at once."""
+        if self._plain_steps:
+            steps, seconds = self._plain_steps, self._plain_s
+            self._plain_steps, self._plain_s = 0, 0.0
+            self.controller.stepped(self._plain.choice, Outcome(seconds, 0, steps=steps))
 
     def _capture_seconds(self) -> float:
         return 0.0 if self.graphs is None else self.graphs.capture_seconds

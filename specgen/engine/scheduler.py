@@ -7,9 +7,11 @@ Boundary: no tensor work beyond filling buffers and no model. Works from lengths
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,14 +21,16 @@ from specgen.engine.buffers import BufferRing
 from specgen.engine.grammar import GrammarMasks
 from specgen.engine.law import LawState, complaint
 from specgen.engine.memory import PageTable, ceil_to_page
-from specgen.engine.rows import DeviceRows
+from specgen.engine.rows import MAX_STOP_IDS, DeviceRows
 from specgen.engine.sampling import logprob_entries
 from specgen.engine.text import OutputText
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
-from specgen.types import Prompt, Request, SamplingParams
+from specgen.types import Prompt, Request, SamplingParams, step_code
 
 # A step's finish codes, by number (``kernels.reference_step``).
 FINISH_NAMES = (None, "stop", "length", "context", "error")
+DEAD = -1  # beside them: the row was not alive when the step began
+FEW = 8  # rows that plain Python reads sooner than numpy does
 
 
 @dataclass
@@ -102,6 +106,7 @@ class Scheduler:
         self._sound: SamplingParams | None = None  # the last parameters found sound
         self._free_slots = list(range(max_batch, 0, -1))
         self._committed = np.zeros(max_batch + 1, np.int64)
+        self._committed_mem = memoryview(cast(Any, self._committed))  # the quickest way to write single numbers in a loop
         self._slot_array = np.zeros(max_batch, np.int64)
         self._committed_rows = np.zeros(max_batch, np.int64)
         self._slot_ring = BufferRing(3, max_batch, dtype=torch.int64, device=device)
@@ -131,6 +136,7 @@ class Scheduler:
         if request.done:
             self._finished_early.append(request)
         else:
+            request.read = bool(request.sampling.stop) or self.grammar is not None or len(self.stop_ids(request)) > MAX_STOP_IDS
             self.waiting.append(request)
 
     def refusal(self, params: SamplingParams) -> str | None:
@@ -339,29 +345,37 @@ class Scheduler:
         return done
 
     def retire_decode(self, decode: tuple[tuple[int, Request, int], ...], result: np.ndarray, logprobs: np.ndarray | None = None) -> list[Request]:
-        """Account one step for each of its rows. A row that ended or was preempted since the launch is dropped."""
-        done = []
-        for i, ((slot, request, epoch), row) in enumerate(zip(decode, result.tolist(), strict=True)):
-            if request.done or request.epoch != epoch or not row[ALIVE]:
+        """Account one step for each of its rows. A row that ended or was preempted since the launch is dropped.
+
+        Most rows go on, their endings known to the device: for them this is one pass of a few operations, and what the step was is counted later,
+        with the row's other steps (``Request.counts``). result [n, 6 + S + 1] int32.
+        """
+        done, committed, total = [], self._committed_mem, 0
+        for i, ((slot, request, epoch), (finish, accepted, code, tokens)) in enumerate(zip(decode, _steps(result), strict=True)):
+            if finish == DEAD or request.epoch != epoch or request.finish_reason is not None:
                 continue
-            accepted, kept = row[ACCEPTED], row[KEPT]
-            _count(request, accepted, kept, row[DRAFT_DEPTH], row[CHILD_AT_END])
-            tokens = row[RESULT_COLUMNS : RESULT_COLUMNS + kept]
-            request.output_ids.extend(tokens)
-            request.provenance.extend(i + 1 if i < accepted else 0 for i in range(kept))
+            count = kept = accepted + 1
+            committed[slot] += count
+            if finish:
+                kept = int(result[i, KEPT])
+            request.output_ids += tokens[:kept]
+            request.provenance += origins(accepted)[:kept]
+            request.steps.append(code)
+            total += kept
             if logprobs is not None:
-                request.logprobs += logprob_entries(logprobs[i], tokens)
-            self._committed[slot] += accepted + 1
-            self.decoded_tokens += kept
-            if self._settle(request, kept, row[FINISH]):
-                done.append(request)
+                request.logprobs += logprob_entries(logprobs[i], tokens[:kept])
+            if finish or request.read:
+                request.counts.trimmed += count - kept
+                if self._settle(request, kept, finish):
+                    done.append(request)
+        self.decoded_tokens += total
         return done
 
     def _settle(self, request: Request, new_tokens: int, finish: int) -> bool:
         """Apply host-side endings (stop strings, long stop lists), then the device's; release the row when it ended."""
         cut: tuple[int, str | int] | None = self.text.stop_at(request, new_tokens) if request.sampling.stop else None
         stop_ids = self.stop_ids(request)
-        if len(stop_ids) > 16:
+        if len(stop_ids) > MAX_STOP_IDS:
             cut = self._long_stop_list(request, new_tokens, stop_ids, cut)
         if cut is not None:
             n, request.stop_reason = cut
@@ -434,23 +448,24 @@ def fail(request: Request, kind: str, message: str) -> None:
     request.error = {"type": kind, "message": message}
 
 
-def _count(request: Request, accepted: int, kept: int, draft_depth: int, child_at_end: int) -> None:
-    """Add one step to a row's raw integers (docs/metrics.md); depths are 1-based, lists 0-based."""
-    counts = request.counts
-    if draft_depth:
-        counts.verify_steps += 1
-        grow = draft_depth - len(counts.proposed)
-        if grow > 0:
-            for column in (counts.proposed, counts.reached, counts.accepted):
-                column.extend([0] * grow)
-        for depth in range(draft_depth):
-            counts.proposed[depth] += 1
-        for depth in range(accepted):
-            counts.reached[depth] += 1
-            counts.accepted[depth] += 1
-        if child_at_end:
-            counts.reached[accepted] += 1
-    else:
-        counts.steps_without_draft += 1
-    counts.committed += accepted + 1
-    counts.trimmed += accepted + 1 - kept
+def _steps(result: np.ndarray) -> Iterable[tuple[int, int, int, list[int]]]:
+    """Of each row of a step's result: how it ended (a finish code, or DEAD), drafts accepted, ``step_code``, and the token columns."""
+    if len(result) > FEW:
+        accepted, ends = result[:, ACCEPTED], np.where(result[:, ALIVE] > 0, result[:, FINISH], DEAD)
+        codes = step_code(accepted, result[:, DRAFT_DEPTH], result[:, CHILD_AT_END])
+        return zip(ends.tolist(), accepted.tolist(), codes.tolist(), result[:, RESULT_COLUMNS:].tolist(), strict=True)
+    return [
+        (
+            row[FINISH] if row[ALIVE] else DEAD,
+            row[ACCEPTED],
+            step_code(row[ACCEPTED], row[DRAFT_DEPTH], row[CHILD_AT_END]),
+            row[RESULT_COLUMNS:],
+        )
+        for row in result.tolist()
+    ]
+
+
+@cache
+def origins(accepted: int) -> list[int]:
+    """Where the tokens of a step come from (``Request.provenance``): drafted at depth 1 to ``accepted``, then the bonus token."""
+    return [*range(1, accepted + 1), 0]
