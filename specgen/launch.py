@@ -21,6 +21,7 @@ from specgen.config import PATH_KEYS, Config, to_dict
 from specgen.errors import SpecgenError
 from specgen.grammar_text import under
 from specgen.pasting import setting
+from specgen.readahead import read_ahead
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -50,6 +51,8 @@ class Specgen:
 
     def run_job(self, config: Config, folder: Path, overrides: list[str], resume: bool = False) -> int:
         """See ``specgen.run.run_job``."""
+        if "torch" not in sys.modules:
+            read_ahead(config)
         from specgen.run import run_job
 
         return run_job(config, folder, overrides, resume=resume)

@@ -26,7 +26,7 @@ from specgen.data.tokenizer import has_tokenizer, load_tokenizer
 from specgen.draft.load import FAMILY, load_drafter
 from specgen.draft.mtp_layouts import check_modules
 from specgen.engine.engine import Engine
-from specgen.engine.rehearsal import working_bytes
+from specgen.engine.rehearsal import measure
 from specgen.errors import ConfigError
 from specgen.grammar_text import rules_of
 from specgen.models.generation import sampling_defaults
@@ -159,7 +159,7 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         "logprobs": config.sampling.logprobs,
         "acceptance": config.sampling.acceptance,
     }
-    working = working_bytes(target, drafter, config.engine, config.draft, params, **options)
+    working = measure(target, drafter, config.engine, config.draft, params, **options)
     engine = Engine(
         target,
         drafter,
@@ -168,7 +168,7 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
         tokenizer=tokenizer,
         skip_special_tokens=config.output.skip_special_tokens,
         grammar=grammar,
-        working_bytes=working,
+        working=working,
         **options,
     )
     if (why := engine.scheduler.refusal(params)) is not None:
@@ -181,7 +181,8 @@ def make_engine(config: Config, loaded: Loaded) -> Engine:
     tokens = (engine.pages.num_pages - 1) * engine.pages.page_size
     size = tokens * (target.kv_bytes_per_token + drafter.kv_bytes_per_token()) / 2**30
     if working is not None:
-        log.info("a step's tensors and graphs: %.3g GiB beside weights and KV pool, measured", working / 2**30)
+        sizes = [size / 2**30 for size in (working.kept, working.eager, 2 * working.graph)]
+        log.info("beside weights and KV pool, measured: buffers %.3g GiB, the widest step %.3g GiB, graphs %.3g GiB", *sizes)
     log.info("KV pool: %s tokens (%.3g GiB) for at most %d rows at a time", f"{tokens:,}", size, engine.max_batch)
     return engine
 

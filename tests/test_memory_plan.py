@@ -14,7 +14,7 @@ from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.draft.load import load_drafter
 from specgen.engine.engine import Engine
 from specgen.engine.plan import plan_pages
-from specgen.engine.rehearsal import rehearsal_of, rehearse, working_bytes
+from specgen.engine.rehearsal import measure, rehearsal_of, rehearse
 from specgen.errors import CapacityError
 from specgen.models.loader import load_target
 from specgen.types import Prompt, Request, SamplingParams
@@ -69,7 +69,7 @@ def test_what_steps_take_is_left_out_of_the_pool(monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_rehearsed_where_it_decides_nothing() -> None:
     target, drafter, draft = parts_of("eagle", 1, 3)
-    assert working_bytes(target, drafter, EngineConfig(), draft, SamplingParams()) is None
+    assert measure(target, drafter, EngineConfig(), draft, SamplingParams()) is None
 
 
 @pytest.mark.gpu
@@ -87,16 +87,16 @@ def test_a_job_stays_within_its_share_of_the_device(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (room + total // 10 - (torch.cuda.memory_reserved() - before), total))
     config = EngineConfig(max_batch=256, memory_fraction=0.9)
     with caplog.at_level(logging.WARNING, logger="specgen"):
-        working = working_bytes(target, drafter, config, draft, params)
-        assert working is not None and 32 * MIB < working < room // 2
-        engine = Engine(target, drafter, config, draft, working_bytes=working)
+        working = measure(target, drafter, config, draft, params)
+        assert working is not None and 32 * MIB < working.total < room // 2 and working.eager >= working.graph > 4 * MIB
+        engine = Engine(target, drafter, config, draft, working=working)
         torch.cuda.reset_peak_memory_stats()
         many = replace(params, max_tokens=200, ignore_eos=True)
         rows = [Request(Prompt(index=i, id=i, key=i, token_ids=[1 + (i + j) % 2000 for j in range(40 + i % 300)]), many) for i in range(400)]
         engine.run(rows)
     pool = engine.pages.num_pages * config.page_size * (target.kv_bytes_per_token + drafter.kv_bytes_per_token())
     took = torch.cuda.max_memory_reserved() - before
-    print(f"\n{method}: room {room / MIB:.0f} MiB, steps {working / MIB:.0f} measured, pool {pool / MIB:.0f}, took {took / MIB:.0f}")
+    print(f"\n{method}: room {room / MIB:.0f} MiB, {[size // MIB for size in working]} measured, pool {pool / MIB:.0f}, took {took / MIB:.0f}")
     assert not caplog.records and not engine.batch_cuts and all(len(row.output_ids) == 200 for row in rows)
     assert 0.8 * room < took <= room
     engine.close()

@@ -31,7 +31,7 @@ from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
 from specgen.engine.memory import PageTable, spec_reserve
 from specgen.engine.pacing import Pacing
-from specgen.engine.plan import plan_pages
+from specgen.engine.plan import Working, plan_pages, reserve
 from specgen.engine.prefill import PrefillBuffers, StagedPrefill
 from specgen.engine.rejection import draw_or_reject
 from specgen.engine.rows import DeviceRows
@@ -97,9 +97,9 @@ class Engine:
         logprobs: int | None = None,
         acceptance: str = "invariant",
         grammar: Rules | None = None,
-        working_bytes: int | None = None,
+        working: Working | None = None,
     ) -> None:
-        """``working_bytes``: what steps take of the device beside the KV pool (``engine.rehearsal``), where that is known."""
+        """``working``: what the engine takes of the device beside the KV pool (``engine.rehearsal``), where that is known."""
         self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
         self.device = target.device
         self.overlap = overlap_of(engine, self.device, grammar is not None)
@@ -119,7 +119,7 @@ class Engine:
         self.reserve = reserve_of(drafter, draft, self.overlap)
         ring = (max_batch + 1, drafter.states_read * target.hidden_size, target.dtype)
         page, most_nodes = engine.page_size, max(drafter.nodes(s) for s in depths)
-        other_bytes = working_bytes if working_bytes is not None else StateRing.size(*ring) if adaptive else 0
+        other_bytes = working.total if working is not None else StateRing.size(*ring) if adaptive else 0
         other_bytes += GrammarMasks.size(grammar, max_batch, most_nodes) if grammar is not None else 0
         page_bytes = page * (target.kv_bytes_per_token + drafter.kv_bytes_per_token())
         most = max_batch * (-(-(self.max_length + self.reserve) // page)) + 1
@@ -163,7 +163,7 @@ class Engine:
         self._result = torch.zeros(max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._scratch_slots = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         use_graphs = self.device.type == "cuda" and engine.cuda_graphs != "off"
-        self.graphs = StepGraphs(self.device) if use_graphs else None
+        self.graphs = StepGraphs(self.device, working.graph if working is not None else 0) if use_graphs else None
         self.ring = StateRing(*ring, self.max_length, self.device) if adaptive else None
         limit = self.max_length + self.reserve
         controller = AdaptiveController(self.num_steps)
@@ -179,6 +179,8 @@ class Engine:
             self._first_logprobs = BufferRing(self.overlap + 2, max_batch, 1, shape[2], dtype=torch.int32, device=self.device)
         self._prefill = PrefillBuffers(engine.prefill_tokens, max_batch, self.device)
         self._depths = torch.arange(self.num_steps + 1, dtype=torch.int32, device=self.device)
+        if working is not None:
+            reserve(working.eager, self.device)
 
     # -- the public verbs -----------------------------------------------------------------------------------------------------------------
 

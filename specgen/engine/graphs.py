@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from specgen.engine.plan import reserve
+
 log = logging.getLogger("specgen")
 T = TypeVar("T")
 
@@ -41,11 +43,13 @@ def context_of(max_len: int, limit: int) -> int:
 class StepGraphs:
     """The graphs of one engine, sharing one memory pool. ``off`` is set after a capture failed; the engine then runs eagerly."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, step_bytes: int = 0) -> None:
         self.device = device
+        self.step_bytes = step_bytes  # of the widest step's tensors, where known: set aside at the first capture
         self.off = False
         self.capture_seconds = 0.0
         self._pool: Any = None
+        self._holder: torch.cuda.CUDAGraph | None = None  # an empty graph, for whose sake the pool keeps ``step_bytes``
         self._graphs: dict[Any, tuple[torch.cuda.CUDAGraph, Any]] = {}  # with what the captured step returned
 
     def __len__(self) -> int:
@@ -85,6 +89,7 @@ class StepGraphs:
         side = _side_stream(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            self._set_aside(side)
         side.wait_stream(home)
         with torch.cuda.stream(side):
             warm_up()
@@ -93,6 +98,18 @@ class StepGraphs:
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             result = step()
         return graph, result
+
+    def _set_aside(self, side: Any) -> None:
+        """Reserve the widest step's bytes for warming up and in the pool (``plan.reserve``)."""
+        if not self.step_bytes:
+            return
+        with torch.cuda.stream(side):
+            reserve(self.step_bytes, self.device)
+        self._holder = torch.cuda.CUDAGraph()
+        one = torch.zeros(1, device=self.device)
+        with torch.cuda.graph(self._holder, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            reserve(self.step_bytes, self.device)
+            one.zero_()  # a graph of nothing draws a warning
 
     def _abandon(self, home: Any) -> None:
         """Undo what a failed capture leaves behind.
@@ -113,9 +130,10 @@ class StepGraphs:
         numbers.graphsafe_set_state(same.graphsafe_get_state())
 
     def close(self) -> None:
-        """Free every graph and their memory."""
+        """Free every graph and their memory. What was set aside is not again: after it ran out, the plan no longer holds."""
         self._graphs.clear()
-        self._pool = None
+        self._holder = self._pool = None
+        self.step_bytes = 0
 
 
 @cache

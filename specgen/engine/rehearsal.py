@@ -7,6 +7,7 @@ decides the pool's size, and only when the pool could fill the device: a small m
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ from specgen.config import DraftConfig, EngineConfig
 from specgen.draft.base import Drafter
 from specgen.engine.engine import Engine, max_batch_of, overlap_of, reserve_of
 from specgen.engine.memory import ceil_to_page
-from specgen.engine.plan import device_budget
+from specgen.engine.plan import Working, device_budget
 from specgen.models.target import Target
 from specgen.types import Prompt, Request, SamplingParams
 
-SPARE = 1.1  # other batch and context buckets, and features of single rows, come on top of what was seen
+SPARE = 1.1  # other buckets are cut differently, and features of single rows come on top of what was seen
 log = logging.getLogger("specgen")
 
 
@@ -46,37 +47,50 @@ def rehearsal_of(target: Target, drafter: Drafter, config: EngineConfig, draft: 
     return Rehearsal(rows, length, max_tokens, rows * (ceil_to_page(most, config.page_size) + config.page_size) + config.page_size)
 
 
-def rehearse(engine: Engine, rehearsal: Rehearsal, params: SamplingParams) -> None:
-    """Run it. ``params``: of the job, whose features decide what a step computes."""
+def rehearse(engine: Engine, rehearsal: Rehearsal, params: SamplingParams) -> tuple[int, int]:
+    """Run it: bytes of device tensors at the most beyond those that stay, in the first prefill step and after it. ``params``: of the job, whose
+    features decide what a step computes."""
     params = replace(params, max_tokens=rehearsal.max_tokens, min_tokens=0, stop=(), n=1, ignore_eos=True)
     ids = [i % engine.vocab_limit for i in range(rehearsal.length)]
-    engine.run([Request(Prompt(index=i, id=i, key=i, token_ids=ids), params) for i in range(rehearsal.rows)])
+    for i in range(rehearsal.rows):
+        engine.add(Request(Prompt(index=i, id=i, key=i, token_ids=ids), params))
+    prefill = _peak(engine, lambda: engine.step())
+    return prefill, _peak(engine, lambda: engine.run([]))
 
 
-def working_bytes(target: Target, drafter: Drafter, config: EngineConfig, draft: DraftConfig, params: SamplingParams, **options: Any) -> int | None:
-    """Bytes that torch holds beside weights and KV pool when the widest prefill and the widest decode step have run, graphs included, with a tenth
-    to spare. None where it decides nothing: on a CPU, with ``engine.kv_memory_gb``, or when every row at full length takes less than half of what
-    is there. ``params``: of the job; ``options``: of ``Engine``.
+def _peak(engine: Engine, work: Callable[[], object]) -> int:
+    on_device = engine.device.type == "cuda"
+    if on_device:
+        torch.cuda.reset_peak_memory_stats(engine.device)
+    work()
+    return torch.cuda.max_memory_allocated(engine.device) - torch.cuda.memory_allocated(engine.device) if on_device else 0
+
+
+def measure(target: Target, drafter: Drafter, config: EngineConfig, draft: DraftConfig, params: SamplingParams, **options: Any) -> Working | None:
+    """What the engine of a job takes of the device beside weights and KV pool, with a tenth to spare. None where it decides nothing: on a CPU, with
+    ``engine.kv_memory_gb``, or when every row at full length takes less than half of what is there. ``params``: of the job; ``options``: of
+    ``Engine``.
 
     The drafter is bound again by the engine that follows.
     """
-    if target.device.type != "cuda" or config.kv_memory_gb is not None:
+    device = target.device
+    if device.type != "cuda" or config.kv_memory_gb is not None:
         return None
     per_token = target.kv_bytes_per_token + drafter.kv_bytes_per_token()
-    if 2 * max_batch_of(config, target.device) * target.max_length * per_token < device_budget(config, target.device):
+    if 2 * max_batch_of(config, device) * target.max_length * per_token < device_budget(config, device):
         return None
     rehearsal = rehearsal_of(target, drafter, config, draft)
     pool = rehearsal.slots * per_token
-    before = torch.cuda.memory_reserved(target.device)
-    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(device)
+    small = replace(config, kv_memory_gb=(pool + per_token) / 2**30, cuda_graphs="off")
     try:
-        small = replace(config, kv_memory_gb=(pool + per_token) / 2**30)
         with closing(Engine(target, drafter, small, draft, **options)) as engine:
-            rehearse(engine, rehearsal, params)
-            took = torch.cuda.max_memory_reserved(target.device) - before - pool
+            prefill, decode = rehearse(engine, rehearsal, params)
+            kept = torch.cuda.memory_allocated(device) - before - pool
     except torch.OutOfMemoryError:
         log.warning("the device has no memory to rehearse a step of %d rows; the KV pool is sized without that", rehearsal.rows)
         return None
     del engine
     torch.cuda.empty_cache()
-    return int(SPARE * max(0, took))
+    graph = 0 if config.cuda_graphs == "off" else decode
+    return Working(*(int(SPARE * size) for size in (max(0, kept), max(prefill, decode), graph)))

@@ -27,6 +27,7 @@ from specgen.models.hf_target import HfTarget
 from specgen.models.rope import SUPPORTED, reachable_length, rope_parameters
 from specgen.models.target import FusedTarget, Placement, Target
 from specgen.models.weights import TensorFiles, local_folder, read_tensors
+from specgen.readahead import available_memory
 
 log = logging.getLogger(__name__)
 __all__ = ["load_config", "load_target", "local_folder", "read_tensors"]
@@ -265,9 +266,7 @@ def free_memory(device: torch.device) -> int | None:
     """Free bytes of the device; on a CPU what the kernel calls available; None where it cannot be told."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.is_file() else None
-    return int(found.group(1)) * 1024 if found else None
+    return available_memory()
 
 
 def check_memory(needed: int, device: torch.device, folder: Path) -> None:
