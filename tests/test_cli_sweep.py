@@ -118,10 +118,10 @@ def test_choice_and_range_make_sweeps() -> None:
 def test_folder_names_are_flat_legal_and_short_whatever_the_values() -> None:
     long = "x" * 150 + "/" + "y" * 149
     texts = ["org/a", "org/b", "'a=b,c'", f"'{long}1'", f"'{long}2'", "'\u00e9\u00e8'", "..", "'CON '"]
-    _, stub = sweep("data=hub", "data.path=" + ",".join(texts))
+    _, stub = sweep("data.prompt_field=" + ",".join(texts))
     names = [folder.name for _, folder, _ in stub.jobs]
-    assert names[:3] == ["0-path-org-a", "1-path-org-b", "2-path-a-b-c"]
-    assert all(re.fullmatch(r"\d-path-[A-Za-z0-9.+_-]{1,60}", name) for name in names) and len(set(names)) == len(texts)
+    assert names[:3] == ["0-prompt_field-org-a", "1-prompt_field-org-b", "2-prompt_field-a-b-c"]
+    assert all(re.fullmatch(r"\d-prompt_field-[A-Za-z0-9.+_-]{1,60}", name) for name in names) and len(set(names)) == len(texts)
     assert all(folder.parent == Path("s") for _, folder, _ in stub.jobs)
 
 

@@ -135,9 +135,9 @@ def test_what_is_committed_are_the_drafts_tokens_and_then_the_targets(device: st
     engine, steps = engine_on(device, shape, 3.0), 0
     commit = engine._commit
 
-    def checked(rows: Any, draft: Any, y: torch.Tensor, result: torch.Tensor) -> Any:
+    def checked(rows: Any, draft: Any, y: torch.Tensor, result: torch.Tensor, *more: Any) -> Any:
         nonlocal steps
-        found = commit(rows, draft, y, result)
+        found = commit(rows, draft, y, result, *more)
         node, want = torch.zeros(len(y), 1, dtype=torch.int64, device=y.device), []
         for _ in range(2):
             node = node + 1 if draft.first_child is None else draft.first_child.gather(1, node).long()

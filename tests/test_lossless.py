@@ -36,7 +36,7 @@ def wrong_once_in(every: int, engine: Engine) -> list[int]:
     """Break an engine's acceptance: of every so many drafted tokens one that the target rejects, a first child, is accepted. Returns their count."""
     commit, drafted, broken = engine._commit, 0, [0]
 
-    def corrupted(rows: Any, draft: Any, y: torch.Tensor, result: torch.Tensor) -> Any:
+    def corrupted(rows: Any, draft: Any, y: torch.Tensor, *more: Any) -> Any:
         nonlocal drafted
         drafted += draft.token_ids.numel()
         if drafted // every > broken[0]:
@@ -44,7 +44,7 @@ def wrong_once_in(every: int, engine: Engine) -> list[int]:
                 y = y.clone()
                 y[row, 0] = draft.token_ids[row, 0]
                 broken[0] += 1
-        return commit(rows, draft, y, result)
+        return commit(rows, draft, y, *more)
 
     engine._commit = corrupted  # type: ignore[method-assign]
     return broken

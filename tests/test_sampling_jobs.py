@@ -55,10 +55,10 @@ def test_fewer_rows_than_there_are_can_be_asked_for_and_errors_are_not_replayed(
 def test_a_row_that_the_target_would_not_write_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Engine._commit
 
-    def corrupted(self: Engine, rows: Any, draft: Any, y: torch.Tensor, result: torch.Tensor) -> Any:
+    def corrupted(self: Engine, rows: Any, draft: Any, y: torch.Tensor, *more: Any) -> Any:
         if draft is not None:
             y = torch.cat([draft.token_ids[:, :1], y[:, 1:]], 1)  # the first draft is always taken
-        return commit(self, rows, draft, y, result)
+        return commit(self, rows, draft, y, *more)
 
     monkeypatch.setattr(Engine, "_commit", corrupted)
     assert start("o", *toy("draft_half"), *lines([{"prompt": "w30"}, {"prompt": "w31"}]), "sampling.max_tokens=12", "verify_lossless=2") == 1
