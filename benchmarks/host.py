@@ -246,7 +246,9 @@ def naive_plan(scheduler: Scheduler, batch: Batch) -> None:
 def naive_host(engine: Engine) -> Iterator[None]:
     """The engine with page allocation and planning done the naive way."""
     pages, scheduler = engine.pages, engine.scheduler
+    scheduler._room = 0
     with ExitStack() as stack:
+        stack.enter_context(patch.object(scheduler, "_room_left", lambda: 0))
         stack.enter_context(patch.object(pages, "alloc_for_spec_decode", lambda *args: naive_alloc(pages, *args)))
         stack.enter_context(patch.object(scheduler, "_plan_decode", lambda batch: naive_plan(scheduler, batch)))
         yield

@@ -342,6 +342,9 @@ class Replays:
     def __len__(self) -> int:
         return len(self.captured)
 
+    def replay(self, key: Any) -> None:
+        """Nothing to replay before ``run`` is called."""
+
     def run(self, key: Any, step: Any, warm_up: Any) -> Any:
         if key not in self.captured:
             warm_up()

@@ -33,6 +33,8 @@ class CpuGpuBuffer:
         self.gpu: Tensor = torch.zeros(shape, dtype=dtype, device=device) if cuda else self.cpu
         self._event = torch.cuda.Event() if cuda else None
         self._slices: dict[int, tuple[Tensor, Tensor]] = {}
+        self._source: Tensor | None = None  # of the last ``fetch``, mostly the same one for ever, and its slices
+        self._source_slices: dict[int, Tensor] = {}
 
     def _first(self, n: int) -> tuple[Tensor, Tensor]:
         """The first ``n`` entries, (host, device). Kept for later calls while they are few: making the two views takes as long as the copy."""
@@ -60,7 +62,14 @@ class CpuGpuBuffer:
 
     def fetch(self, source: Tensor, n: int) -> None:
         """Enqueue the copy of the first ``n`` entries of a device tensor of this shape to the host side."""
-        self._first(n)[0].copy_(source[:n], non_blocking=True)
+        if source is not self._source:
+            self._source, self._source_slices = source, {}
+        part = self._source_slices.get(n)
+        if part is None:
+            part = source[:n]
+            if len(self._source_slices) < MAX_SLICES:
+                self._source_slices[n] = part
+        self._first(n)[0].copy_(part, non_blocking=True)
         self.mark()
 
     def mark(self) -> None:

@@ -108,6 +108,7 @@ class Engine:
         self.vocab_limit = min(vocab_limit or target.vocab_size, target.vocab_size)
         self.max_length = target.max_length
         self.features: frozenset[str] = frozenset()
+        self._features_in_key, self._feature_key = self.features, tuple[str, ...]()  # of the graphs' keys, sorted when they change
         if logprobs is not None and logprobs > self.vocab_limit:
             raise ConfigError(f"sampling.logprobs={logprobs} is more than the {self.vocab_limit} ids the model can write")
         self.top = logprobs
@@ -340,8 +341,13 @@ class Engine:
         if self.graphs is None:
             return step(batch.slots[:n], batch.max_len)
         bucket, context = bucket_of(n, self.max_batch), context_of(batch.max_len, self.max_length + self.reserve)
+        if self._features_in_key != self.features:
+            self._features_in_key, self._feature_key = self.features, tuple(sorted(self.features))
+        key = (bucket, batch.num_steps, self._feature_key, context, *part)
+        found = self.graphs.replay(key)
+        if found is not None:
+            return found[0]  # type: ignore[no-any-return]
         slots, scratch = batch.slots[:bucket], self._scratch_slots[:bucket]
-        key = (bucket, batch.num_steps, tuple(sorted(self.features)), context, *part)
         return self.graphs.run(key, lambda: step(slots, context), lambda: step(scratch, context))
 
     def _step_rows(self, slots: Tensor, max_len: int) -> StepRows:

@@ -24,6 +24,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 SMALLEST_CONTEXT = 512
 
 
+@cache
 def bucket_of(rows: int, max_batch: int) -> int:
     """The captured batch size that serves ``rows`` rows: the next of ``BUCKETS``, multiples of 64 beyond them, never above ``max_batch``."""
     for bucket in BUCKETS:
@@ -32,6 +33,7 @@ def bucket_of(rows: int, max_batch: int) -> int:
     return min(-(-rows // 64) * 64, max_batch)
 
 
+@cache
 def context_of(max_len: int, limit: int) -> int:
     """The key bound a graph is captured for: the next power of two, at least 512, never above ``limit``. It sets split counts, not results."""
     context = SMALLEST_CONTEXT
@@ -54,6 +56,14 @@ class StepGraphs:
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def replay(self, key: Any) -> tuple[Any] | None:
+        """Replay the graph of ``key`` and give its result, as ``run`` does; None, having done nothing, where there is none yet."""
+        found = self._graphs.get(key)
+        if found is None:
+            return None
+        found[0].replay()
+        return found[1:]
 
     def run(self, key: Any, step: Callable[[], T], warm_up: Callable[[], object]) -> T:
         """Replay the graph of ``key``, capturing ``step`` first when there is none; returns what ``step`` returned when it was captured, tensors that

@@ -57,6 +57,7 @@ class PageTable:
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int64)  # a stack; page 1 is handed out first
         self._num_free = num_pages - 1
         self._raised: list[Request] | None = None  # whose watermarks stand at their rows' capacity
+        self.slack = 0  # tokens that every row of the last allocation may grow by before another is needed, where that is known
         # Scratch of one allocation, so that a decode step creates no array.
         self._have, self._want, self._grows, self._index, self._pages = np.zeros((5, rows), np.int64)
         self._page_ids = np.zeros(rows, np.int32)
@@ -82,8 +83,11 @@ class PageTable:
         have, want = self._have[:n], self._want[:n]
         self.allocated.take(slots, 0, have, "clip")
         np.subtract(have, committed, out=want)
-        if n and len(requests) == n and self._raised == requests and np.minimum.reduce(want) >= reserve:
-            return True  # every row has room, and its watermark says so already
+        if n and len(requests) == n and self._raised == requests:
+            self.slack = int(np.minimum.reduce(want)) - reserve
+            if self.slack >= 0:
+                return True  # every row has room, and its watermark says so already
+        self.slack = 0
         page = self.page_size
         np.add(committed, reserve + page - 1, out=want)
         np.floor_divide(want, page, out=want)

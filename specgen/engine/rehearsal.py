@@ -23,6 +23,7 @@ from specgen.models.target import Target
 from specgen.types import Prompt, Request, SamplingParams
 
 SPARE = 1.1  # other buckets are cut differently, and features of single rows come on top of what was seen
+LIBRARIES = 64 << 20  # workspaces that cuBLAS keeps for a stream and a graph pool, and what torch rounds its segments up to
 log = logging.getLogger("specgen")
 
 
@@ -93,4 +94,5 @@ def measure(target: Target, drafter: Drafter, config: EngineConfig, draft: Draft
     del engine
     torch.cuda.empty_cache()
     graph = 0 if config.cuda_graphs == "off" else decode
-    return Working(*(int(SPARE * size) for size in (max(0, kept), max(prefill, decode), graph)))
+    kept, eager, graph = (int(SPARE * size) for size in (max(0, kept), max(prefill, decode), graph))
+    return Working(LIBRARIES + kept, eager, graph)

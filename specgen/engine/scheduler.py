@@ -114,6 +114,8 @@ class Scheduler:
         self._device_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._decode: tuple[tuple[int, Request, int], ...] = ()
         self._changed = True
+        self._room = self._longest = 0  # tokens that every running row may grow by without a look at it, and a bound on the longest
+        self._last = self._before = Batch()  # the last two planned
 
     # -- admission ------------------------------------------------------------------------------------------------------------------------
 
@@ -265,16 +267,30 @@ class Scheduler:
                     self.running.append(chunk.request)
                     self._changed = True
         self.pages.upload()
+        self._before, self._last = self._last, batch
         return batch
 
     def _grow(self) -> bool:
+        """Pages for the running rows; False when the pool has not enough. While the rows stay the same, room for several steps is not looked at in
+        each: since the last call one step has been retired, one of the last two planned, and it committed num_steps + 1 tokens a row at the most."""
+        most = 1 + max(self._last.num_steps, self._before.num_steps)
+        if self._room >= most and not self._changed:
+            self._room -= most
+            self._longest += most
+            return True
         n = len(self.running)
         if self._changed:
             for i, request in enumerate(self.running):
                 self._slot_array[i] = request.slot
         slots = self._slot_array[:n]
         self._committed.take(slots, 0, self._committed_rows[:n], "clip")  # any other mode makes a hidden array
-        return self.pages.alloc_for_spec_decode(self.running, slots, self._committed_rows[:n], self.reserve)
+        done = self.pages.alloc_for_spec_decode(self.running, slots, self._committed_rows[:n], self.reserve)
+        self._longest = int(np.maximum.reduce(self._committed_rows[:n]))
+        self._room = self._room_left() if done else 0
+        return done
+
+    def _room_left(self) -> int:
+        return self.pages.slack
 
     def _plan_decode(self, batch: Batch) -> None:
         n = len(self.running)
@@ -287,7 +303,7 @@ class Scheduler:
             self._decode = tuple((r.slot, r, r.epoch) for r in self.running)
             self._changed = False
         batch.decode, batch.slots = self._decode, self._device_slots
-        batch.max_len = int(self._committed_rows[:n].max()) + self.reserve
+        batch.max_len = min(self._longest, self.max_length) + self.reserve
 
     def _plan_chunks(self, batch: Batch, budget: int) -> None:
         for request in self.prefilling:
