@@ -1,4 +1,4 @@
-"""Weight files are asked for while imports run: which files, when, and that nothing about them can fail a job."""
+"""Weight files are read while imports run: which files, and that nothing about them can fail a job."""
 
 from __future__ import annotations
 
@@ -25,23 +25,41 @@ def job_of(tmp_path: Path, **model: str) -> Config:
     )
 
 
-def test_every_weight_file_of_target_and_drafter_is_asked_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_weight_file_of_target_and_drafter_is_read_whole_where_it_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readahead, "PIECE", 2 * MIB)
-    asked: list[tuple[str, int, int]] = []
+    read: list[tuple[str, int, int]] = []
 
-    def fadvise(number: int, start: int, length: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        asked.append((Path(os.readlink(f"/proc/self/fd/{number}")).name, start, length))
+    def preadv(number: int, buffers: list[bytearray], start: int, flags: int = 0) -> int:
+        name = Path(os.readlink(f"/proc/self/fd/{number}")).name
+        if flags:  # asked whether it is cached: the second file is, the others are not
+            assert flags == os.RWF_NOWAIT
+            if "model-00002" not in name:
+                raise BlockingIOError
+            return 1
+        read.append((name, start, len(buffers[0])))
+        return len(buffers[0])
 
-    monkeypatch.setattr(os, "posix_fadvise", fadvise)
+    monkeypatch.setattr(os, "preadv", preadv)
     thread = readahead.read_ahead(job_of(tmp_path))
     assert thread is not None and thread.daemon
     thread.join()
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    assert asked == [(first, 0, 2 * MIB), (first, 2 * MIB, 2 * MIB), (second, 0, 2 * MIB), ("pytorch_model.bin", 0, 2 * MIB)]
+    first = "model-00001-of-00002.safetensors"
+    assert read == [(first, 0, 2 * MIB), (first, 2 * MIB, 2 * MIB), ("pytorch_model.bin", 0, 2 * MIB)]
 
 
-def test_nothing_is_asked_for_that_is_not_read_or_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_dropped_from_the_cache_is_there_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(4 * MIB))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if readahead._cached(file.fileno(), 0, 4 * MIB):
+            pytest.skip("this file system lets no page go")
+        readahead._read([path])
+        assert readahead._cached(file.fileno(), 0, 4 * MIB)
+
+
+def test_nothing_is_read_that_the_job_does_not_read_or_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in readahead.weight_files(job_of(tmp_path, load_format="dummy"))] == ["pytorch_model.bin"]
     assert readahead.weight_files(Config()) == [] and readahead.read_ahead(Config()) is None
     assert readahead.weight_files(Config(model=ModelConfig(source="hf", path="some/hub-id"))) == []
@@ -56,5 +74,5 @@ def test_a_file_that_vanishes_fails_nothing(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     files = readahead.weight_files(job)
     files[0].unlink()
-    readahead._ask(files)
+    readahead._read(files)
     assert readahead.read_ahead(job) is not None
