@@ -370,12 +370,13 @@ class Device:
 
     def _plain(self, choice: Choice, steps: int, spent: dict[int, float]) -> int:
         """So many steps that the controller did not ask about; told at once, after the choice they follow."""
-        seconds = sum(self.cost(choice.bucket, 0) * self.random.uniform(0.98, 1.02) for _ in range(steps))
+        each = sorted(self.cost(choice.bucket, 0) * self.random.uniform(0.98, 1.02) for _ in range(steps))
+        seconds = sum(each)
         spent[0] = spent.get(0, 0.0) + seconds
         self.seconds += seconds
         self.tokens += steps
         if steps:
-            self.pending.append((choice, Outcome(seconds, 0, steps=steps)))
+            self.pending.append((choice, Outcome(seconds, 0, steps=steps, each=each[steps // 4])))
         return steps
 
     def _launch(self, choice: Choice, outcome: Outcome) -> None:
@@ -493,6 +494,16 @@ def test_the_choice_follows_the_batch_as_it_drains() -> None:
         chosen = max(spent, key=spent.__getitem__)
         best = max(speed(compute_bound, rates, bucket, s) for s in range(7))
         assert speed(compute_bound, rates, bucket, chosen) > 0.97 * best, bucket
+
+
+def test_a_new_bucket_or_context_begins_with_what_the_others_taught() -> None:
+    """Also where the largest num_steps was left before its cost was known, as after steps beside prefills."""
+    controller = AdaptiveController(6)
+    device = Device(controller, memory_bound, [0.0] * 6)
+    assert 6 in device.run(60, 64, 512)
+    del controller.costs._known[64, 512][6]
+    for bucket, context in ((64, 1024), (32, 1024), (1, 2048)):
+        assert device.run(60, bucket, context).keys() == {0}
 
 
 def test_the_report_says_what_was_chosen_and_why() -> None:

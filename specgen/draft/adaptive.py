@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-PERIOD = 8  # decode steps between decisions
-PLAIN = 32  # ... at S = 0, which only a probe can end
+PERIOD = 8  # decode steps between decisions at first and in a trial
+CALM = 32  # ... once a place has kept its S for a few of them
+PLAIN = 128  # ... at S = 0, which only a probe can end
+FEW = 4  # decisions after which a place is calm
 BURST = 4  # steps of a probe
-PROBE_SHARE = 0.01  # of the time may be lost to probing from S = 0
+PROBE_SHARE = 0.005  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
-GAIN = 1.02  # how much better a choice must be to replace the current one
+GAIN = 1.01  # how much better a choice must be to replace the current one
 SURE_GAIN = 1.1  # ... when it has never been timed here
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
@@ -51,7 +53,7 @@ class Outcome:
 
     ``caught_up``: the drafter was brought up to date in it, or the host launched that for the step after it; ``ahead``: what it launched belongs to a
     trial; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and accepted: of them, by depth. ``steps``: that many plain
-    steps at once, whose ``seconds`` these are together.
+    steps at once, whose ``seconds`` these are together, ``each`` being their lower quartile.
     """
 
     seconds: float | None
@@ -63,6 +65,7 @@ class Outcome:
     ahead: bool = False
     capture_s: float = 0.0
     steps: int = 1
+    each: float | None = None
 
 
 class Acceptance:
@@ -119,7 +122,8 @@ class Acceptance:
 
 
 class Costs:
-    """Seconds of a step by (bucket, context) and S: medians of the last few, after the first, which may have compiled something."""
+    """Seconds of a step by (bucket, context) and S: the lower quartile of the last few, after the first, which may have compiled something. What
+    disturbs a step makes it longer, never shorter, and a few steps are all that is known of an S at first."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[Key, int], deque[float]] = {}  # empty until it has been warm
@@ -133,7 +137,7 @@ class Costs:
         elif usable:
             times.append(seconds)
             if len(times) > 2:
-                self._known.setdefault(key, {})[num_steps] = sorted(times)[len(times) // 2]
+                self._known.setdefault(key, {})[num_steps] = quartile(times)
 
     def known(self, key: Key) -> dict[int, float]:
         """The measured costs of a key."""
@@ -164,6 +168,12 @@ class Costs:
         return min(others, key=lambda pair: distance(pair[0]))[1]
 
 
+def quartile(times: Iterable[float]) -> float:
+    """The lower quartile, an element of ``times``."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4]
+
+
 def _on_line(known: dict[int, float], steps: int) -> float:
     """The value at ``steps`` of the line through the two known points around or nearest to it; it never falls with S, nor below a quarter."""
     if steps in known:
@@ -180,7 +190,8 @@ def _on_line(known: dict[int, float], steps: int) -> float:
 @dataclass
 class Place:
     """Where a (bucket, context) stands. ``home``: the S in force; ``burst``: the S being tried for ``left`` more steps. ``looked``: ``seconds`` at
-    the last try of an S that was not in force."""
+    the last try of an S that was not in force. ``kept``: decisions since ``home`` changed. ``news``: something was learnt since the last decision at
+    S = 0, where a step teaches nothing; ``first_look``: the draft has not been seen here and may be no loss."""
 
     home: int
     since: int = 0
@@ -189,6 +200,9 @@ class Place:
     left: int = 0
     trial: bool = False
     looked: dict[int, float] = field(default_factory=dict)
+    kept: int = 0
+    news: bool = True
+    first_look: bool = False
 
 
 @dataclass
@@ -230,19 +244,21 @@ class AdaptiveController:
         key = bucket, context
         place = self.places.get(key)
         if place is None:
-            first = not self.costs.ever(self.max_steps)
-            home = self.max_steps if first else max(range(self.max_steps + 1), key=self._rates(key).__getitem__)
+            home = self.max_steps if not self.places else max(range(self.max_steps + 1), key=self._rates(key).__getitem__)
             place = self.places[key] = Place(home, since=PERIOD // 2)
         if not place.left:
             place.since += 1
-            if place.since > PERIOD:
+            if place.since > (PERIOD if place.kept < FEW or self.trial_left or not place.home else CALM):
                 place.since = 0
-                self._decide(key, place)
-                self._explore(key, place)
+                if place.home or place.news or self._may_probe(place):
+                    place.news = False
+                    rates = self._rates(key)
+                    self._decide(key, place, rates)
+                    self._explore(key, place, rates)
         if place.left:
             place.left -= 1
-            if not place.left:
-                place.since = PERIOD - 2  # decide once the last step of the burst is known
+            if not place.left:  # decide once the last step of the burst is known
+                place.since, place.kept, place.news = PERIOD - 2, 0, True
             return Choice(bucket, context, place.burst, place.trial)
         if place.home == 0 and place.since == 0:
             place.since = PERIOD  # decide when they are over
@@ -251,17 +267,13 @@ class AdaptiveController:
         self.trial_left -= trial
         return Choice(bucket, context, place.home, trial)
 
-    def rate(self, key: Key, num_steps: int) -> float:
-        """Expected tokens a second and row."""
-        return self.acceptance.expected(num_steps) / self.costs.cost(key, num_steps)
-
     def _rates(self, key: Key) -> list[float]:
-        """``rate`` of 0 .. ``max_steps`` steps."""
+        """Expected tokens a second and row of 0 .. ``max_steps`` steps."""
         return [tokens / self.costs.cost(key, steps) for steps, tokens in enumerate(self.acceptance.all_expected(self.max_steps))]
 
-    def _decide(self, key: Key, place: Place) -> None:
+    def _decide(self, key: Key, place: Place, rates: list[float]) -> None:
         """Move to the best S when it is clearly better than the one in force."""
-        rates = self._rates(key)
+        place.kept += 1
         best = max(range(self.max_steps + 1), key=rates.__getitem__)
         gain = rates[best] / rates[place.home]
         untimed = best not in self.costs.known(key)
@@ -269,19 +281,19 @@ class AdaptiveController:
             return
         if place.home == 0:
             self.trial_left = TRIAL
-        place.home = best
+        place.home, place.kept = best, 0
 
-    def _explore(self, key: Key, place: Place) -> None:
+    def _explore(self, key: Key, place: Place, rates: list[float]) -> None:
         """Start a burst of an S that is not in force: the best S > 0 from S = 0 when the budget allows; S = 0, or one step more, where that was never
         timed and may be better."""
         if place.home == 0:
-            self._probe(key, place)
+            self._probe(key, place, rates)
             return
         cost, known = self.costs.cost, self.costs.known(key)
         tokens, now = self.acceptance.expected, cost(key, place.home)
         more = min(place.home + 1, self.max_steps)
         # What may be better: no draft at three quarters of its known or estimated cost, one step more, never timed, at no cost at all.
-        wanted = [0] if 1.33 * self.rate(key, 0) > self.rate(key, place.home) or not self.costs.ever(0) else []
+        wanted = [0] if 1.33 * rates[0] > rates[place.home] or not self.costs.ever(0) else []
         wanted += [more] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
         for steps in wanted:
             loss = max(0.05 * now, cost(key, steps) - now * tokens(steps) / tokens(place.home))
@@ -291,14 +303,18 @@ class AdaptiveController:
                 place.burst, place.left, place.trial = steps, BURST, False
                 return
 
-    def _probe(self, key: Key, place: Place) -> None:
+    def _may_probe(self, place: Place) -> bool:
+        """Whether there is time to draft from S = 0, as far as the last look at it tells."""
+        return self.credit >= self.price or (place.first_look and place.seconds > FIRST_LOOK * self.price)
+
+    def _probe(self, key: Key, place: Place, rates: list[float]) -> None:
         """Draft for a few steps from S = 0: when the budget pays for the expected loss, and once early in each place where it may well be no loss."""
         known, plain = self.costs.known(key), self.costs.cost(key, 0)
-        best = max(range(1, self.max_steps + 1), key=self._rates(key).__getitem__)
+        best = max(range(1, self.max_steps + 1), key=rates.__getitem__)
         loss = BURST * max(self.costs.cost(key, best) - self.acceptance.expected(best) * plain, 0.05 * plain)
         self.price = loss + max(self.catch_up_s, plain) + (0.0 if best in known else self.capture_s)
-        first_look = not any(known.keys() - {0}) and 1.33 * self.rate(key, best) > self.rate(key, 0)
-        if self.credit >= self.price or (first_look and place.seconds > FIRST_LOOK * self.price):
+        place.first_look = not any(known.keys() - {0}) and 1.33 * rates[best] > rates[0]
+        if self._may_probe(place):
             self.acceptance.soften()
             place.burst, place.left, place.trial = best, BURST, True
 
@@ -321,7 +337,7 @@ class AdaptiveController:
         place = self.places.get(choice.key)
         if place is not None:
             place.seconds += outcome.seconds
-        self.costs.add(choice.key, choice.num_steps, outcome.seconds / outcome.steps, outcome.usable)
+        self.costs.add(choice.key, choice.num_steps, outcome.seconds if outcome.each is None else outcome.each, outcome.usable)
         self._pay(choice, outcome, outcome.seconds)
 
     def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:

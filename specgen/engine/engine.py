@@ -514,7 +514,8 @@ class Engine:
         if flight.decode_result is not None:
             n = len(flight.batch.decode)
             flight.decode_result.wait()
-            done += self.scheduler.retire_decode(flight.batch.decode, flight.decode_result.np[:n], _read(flight.decode_logprobs, n))
+            result = flight.decode_result.np[:n, : RESULT_COLUMNS + flight.batch.num_steps + 1]
+            done += self.scheduler.retire_decode(flight.batch.decode, result, _read(flight.decode_logprobs, n))
         if flight.prefill_result is not None:
             n = len(flight.finals)
             flight.prefill_result.wait()

@@ -7,12 +7,13 @@ is: with overlap the interval between two retirements, which in steady state is 
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from specgen.draft.adaptive import Choice, Outcome
+from specgen.draft.adaptive import Choice, Outcome, quartile
 from specgen.draft.base import Drafter
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.scheduler import Batch
@@ -41,6 +42,7 @@ class Paced:
     choice: Choice
     catch_up: int
     clean: bool  # nothing but decode rows
+    plain: bool = False  # of a run of steps that are S = 0 whatever comes of them
 
 
 class Pacing:
@@ -55,9 +57,10 @@ class Pacing:
         self._steady = False  # the step retired before was a decode step alone, and the next was launched by then
         self._captured = 0.0
         # Plain steps that need no choice: a step of a small model is hardly longer than what choosing and noting it takes.
-        self._plain = Paced(Choice(0, 0, 0), 0, True)
+        self._plain = Paced(Choice(0, 0, 0), 0, True, True)
         self._plain_rows = self._plain_left = 0
         self._plain_steps, self._plain_s = 0, 0.0  # retired and not yet told, and their seconds
+        self._plain_each: deque[float] = deque(maxlen=9)  # of the last ones
 
     def begin(self, now: float) -> None:
         """A call of ``Engine.step`` began at ``now``."""
@@ -82,24 +85,34 @@ class Pacing:
                 self.drafter.use_steps(choice.num_steps)
                 self._steps = choice.num_steps
         batch.paced = Paced(choice, batch.catch_up, not batch.chunks)
-        if choice.ahead and self.overlap:
+        if choice.ahead and self.overlap and batch.paced.clean:
             self._tell_plain()
-            self._plain = Paced(choice._replace(ahead=0), 0, True)
+            batch.paced.plain, self._plain = True, batch.paced
             self._plain_rows, self._plain_left = len(batch.decode), choice.ahead
 
     def retired(self, batch: Batch, result: np.ndarray | None, launched: Batch) -> None:
         """A step was retired while ``launched`` was the newest one. result [n, columns] int32, or None for a step without decode rows."""
         now = time.perf_counter()
-        if batch.paced is self._plain and launched.paced is self._plain and self._steady:
+        paced, ahead = batch.paced, launched.paced
+        if (
+            self._steady
+            and paced is not None
+            and ahead is not None
+            and paced.plain
+            and ahead.plain
+            and paced.choice == ahead.choice
+            and not self._new_capture_s()
+        ):
             self._plain_steps += 1
             self._plain_s += now - self._last
+            self._plain_each.append(now - self._last)
             self._last = now
             return
         self._tell_plain()
-        capture_s, self._captured = self._capture_seconds() - self._captured, self._capture_seconds()
+        capture_s = self._new_capture_s()
+        self._captured += capture_s
         since, self._last = self._last, now
         steady, self._steady = self._steady, bool(batch.decode and launched.decode) and not batch.chunks
-        paced = batch.paced
         if paced is None or result is None:
             return
         if self.overlap:
@@ -108,7 +121,6 @@ class Pacing:
             seconds = now - self._start if paced.clean else None
         outcome = _outcome(result, paced.choice.num_steps)
         outcome.seconds, outcome.capture_s, outcome.caught_up = seconds, capture_s, paced.catch_up > 0
-        ahead = launched.paced
         if ahead is not None and ahead is not paced and (ahead.catch_up or capture_s):  # the host spent part of this time on the next step
             outcome.caught_up |= ahead.catch_up > 0
             outcome.ahead = ahead.choice.trial
@@ -125,10 +137,11 @@ class Pacing:
         if self._plain_steps:
             steps, seconds = self._plain_steps, self._plain_s
             self._plain_steps, self._plain_s = 0, 0.0
-            self.controller.stepped(self._plain.choice, Outcome(seconds, 0, steps=steps))
+            self.controller.stepped(self._plain.choice, Outcome(seconds, 0, steps=steps, each=quartile(self._plain_each)))
 
-    def _capture_seconds(self) -> float:
-        return 0.0 if self.graphs is None else self.graphs.capture_seconds
+    def _new_capture_s(self) -> float:
+        """Seconds of graph captures that no outcome has told of yet."""
+        return 0.0 if self.graphs is None else self.graphs.capture_seconds - self._captured
 
 
 def _outcome(result: np.ndarray, num_steps: int) -> Outcome:

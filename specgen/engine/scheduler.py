@@ -374,8 +374,12 @@ class Scheduler:
             committed[slot] += count
             if finish:
                 kept = int(result[i, KEPT])
-            request.output_ids += tokens[:kept]
-            request.provenance += origins(accepted)[:kept]
+            if count == 1 == kept:
+                request.output_ids.append(tokens[0])
+                request.provenance.append(0)
+            else:
+                request.output_ids += tokens[:kept]
+                request.provenance += origins(accepted)[:kept]
             request.steps.append(code)
             total += kept
             if logprobs is not None:
