@@ -162,9 +162,8 @@ def drafts_of_one_always_there(target: str, draft: str, topk: int, rows: int) ->
     return found
 
 
-@pytest.mark.parametrize("batch", [8, 2])
+@pytest.mark.parametrize(("batch", "away"), [(8, 1), (2, 6), (8, 40)])
 @pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, *OTHERS[:2]])
-@pytest.mark.parametrize("away", [1, 6, 40])
 def test_a_drafter_that_was_away_drafts_as_if_it_had_not_been(target: str, draft: str, topk: int, batch: int, away: int) -> None:
     """Also for rows whose prompt was prefilled meanwhile, when more rows than slots come."""
     rows = min(batch + 3, 8)
