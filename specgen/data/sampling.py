@@ -16,6 +16,7 @@ from specgen.errors import ConfigError
 from specgen.types import SamplingParams
 
 INT32_MAX = 2**31 - 1
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive numbers of float32, in which the law is computed
 SMALLEST_TEMPERATURE = 1e-5  # logits / T must stay finite in float32
 
 ROW_KEYS = (
@@ -47,9 +48,15 @@ def _integer(value: Any) -> int:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"must be a number, got {_shown(value)}")
-    if not math.isfinite(value):
-        raise ValueError(f"must be finite, got {value}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"must be finite, got {_shown(value)}")
+    if abs(number) > LARGEST:
+        raise ValueError(f"must be within {LARGEST:.8g} either way, got {number}")
+    return number
 
 
 def _shown(value: Any) -> str:
@@ -95,6 +102,8 @@ def _positive(value: Any) -> float:
     number = _number(value)
     if number <= 0:
         raise ValueError(f"must be above 0, got {number}")
+    if number < SMALLEST:
+        raise ValueError(f"must be at least {SMALLEST:.8g}, got {number}")
     return number
 
 
@@ -129,7 +138,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         if any(isinstance(token, (bool, float)) for token, _ in pairs) or any(token < 0 for token in found) or len(found) != len(pairs):
             raise ValueError
     except (TypeError, ValueError) as error:
-        raise ValueError(f"must map token ids to finite numbers, got {_shown(value)}") from error
+        raise ValueError(f"must map token ids to finite float32 numbers, got {_shown(value)}") from error
     return tuple(sorted(found.items()))
 
 
