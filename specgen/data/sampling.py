@@ -45,7 +45,7 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _number(value: Any) -> float:
+def _finite(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"must be a number, got {_shown(value)}")
     try:
@@ -54,6 +54,11 @@ def _number(value: Any) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"must be finite, got {_shown(value)}")
+    return number
+
+
+def _number(value: Any) -> float:
+    number = _finite(value)
     if abs(number) > LARGEST:
         raise ValueError(f"must be within {LARGEST:.8g} either way, got {number}")
     return number
@@ -134,11 +139,11 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        found = {int(token): _number(bias) for token, bias in pairs}
+        found = {int(token): _finite(bias) for token, bias in pairs}
         if any(isinstance(token, (bool, float)) for token, _ in pairs) or any(token < 0 for token in found) or len(found) != len(pairs):
             raise ValueError
     except (TypeError, ValueError) as error:
-        raise ValueError(f"must map token ids to finite float32 numbers, got {_shown(value)}") from error
+        raise ValueError(f"must map token ids to finite numbers, got {_shown(value)}") from error
     return tuple(sorted(found.items()))
 
 
