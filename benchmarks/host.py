@@ -20,10 +20,11 @@ from benchmarks.registry import Row, Settings, benchmark, row
 from benchmarks.timing import Call, Sample, host_times, no_collection
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.draft.load import load_drafter
+from specgen.engine.batch import Batch
 from specgen.engine.buffers import BufferRing
 from specgen.engine.engine import Engine
 from specgen.engine.memory import PageTable, ceil_to_page, raise_watermarks
-from specgen.engine.scheduler import Batch, Scheduler
+from specgen.engine.scheduler import Scheduler
 from specgen.kernels import ops, reference_tree
 from specgen.kernels.reference_step import RESULT_COLUMNS
 from specgen.models.loader import load_target

@@ -20,9 +20,9 @@ from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.draft.adaptive import AdaptiveController, Choice, Outcome
 from specgen.draft.load import load_drafter
 from specgen.draft.ring import WINDOW
+from specgen.engine.batch import Batch
 from specgen.engine.engine import Engine
 from specgen.engine.pacing import Pacing
-from specgen.engine.scheduler import Batch
 from specgen.models.attention import KvPool
 from specgen.models.loader import load_target
 from specgen.types import SamplingParams

@@ -16,9 +16,9 @@ import torch
 
 from specgen import stuck
 from specgen.config import EngineConfig
+from specgen.engine.batch import Batch
 from specgen.engine.buffers import CpuGpuBuffer
-from specgen.engine.engine import InFlight
-from specgen.engine.scheduler import Batch
+from specgen.engine.flight import InFlight
 from specgen.engine.watch import Watch
 from specgen.errors import ConfigError, DataError
 from specgen.types import Prompt, Request, SamplingParams

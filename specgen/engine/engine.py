@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,19 +21,21 @@ from specgen.draft.adaptive import AdaptiveController
 from specgen.draft.base import AcceptedRows, Drafter, PrefillRows, StepRows
 from specgen.draft.ring import StateRing
 from specgen.draft.tree import IndexChecks, detect_oob, draft_depth
-from specgen.engine.buffers import BufferRing, CpuGpuBuffer
+from specgen.engine.batch import Batch, Chunk
+from specgen.engine.buffers import BufferRing
 from specgen.engine.clock import DeviceClock, mark_of
+from specgen.engine.flight import InFlight, StepTimes, fetched, read
 from specgen.engine.grammar import GrammarMasks, packed
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
 from specgen.engine.law import MIN_TOKENS, LawState
-from specgen.engine.memory import PageTable, spec_reserve
+from specgen.engine.memory import PageTable
 from specgen.engine.pacing import Pacing
-from specgen.engine.plan import Working, plan_pages, reserve
+from specgen.engine.plan import Working, depths_of, max_batch_of, overlap_of, plan_pages, reserve, reserve_of
 from specgen.engine.prefill import PrefillBuffers, StagedPrefill
 from specgen.engine.rejection import draw_or_reject
 from specgen.engine.rows import DeviceRows
 from specgen.engine.sampling import adjust, draw, features_of, first_sampling, logprobs, step_sampling
-from specgen.engine.scheduler import Batch, Chunk, Scheduler
+from specgen.engine.scheduler import Scheduler
 from specgen.engine.simulate import Simulation, impose_path
 from specgen.engine.text import OutputText
 from specgen.errors import CapacityError, ConfigError
@@ -49,36 +48,6 @@ from specgen.types import Draft, Layout, Request
 MOVES = frozenset({"sampled", MIN_TOKENS})  # features that look at a row's output length
 log = logging.getLogger("specgen")
 T = TypeVar("T")
-DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
-
-
-@dataclass
-class InFlight:
-    """A launched step: who was in it, and the host buffers its results land in."""
-
-    batch: Batch
-    finals: list[tuple[Request, int]]
-    decode_result: CpuGpuBuffer | None
-    prefill_result: CpuGpuBuffer | None
-    decode_logprobs: CpuGpuBuffer | None = None
-    prefill_logprobs: CpuGpuBuffer | None = None
-    marker: torch.cuda.Event | None = None  # the end of a step without results, a prompt's middle
-
-    def landed(self) -> bool:
-        """Whether everything launched for the step is done, asked without waiting."""
-        buffers = (self.decode_result, self.prefill_result, self.decode_logprobs, self.prefill_logprobs)
-        return all(buffer is None or buffer.landed() for buffer in buffers) and (self.marker is None or self.marker.query())
-
-
-@dataclass
-class StepTimes:
-    """Wall time of the host loop. ``step_ms``: of each call in which only decode rows were launched and retired; their tokens and seconds beside
-    it."""
-
-    steps: int = 0
-    step_ms: array[float] = field(default_factory=lambda: array("d"))  # 8 bytes a step, where a list would keep an object
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
 
 
 class Engine:
@@ -304,9 +273,9 @@ class Engine:
                 self.drafter.catch_up(self._step_rows(batch.slots[: len(batch.decode)], batch.max_len), self.ring, batch.catch_up)
             self._launch_decode(batch)
             n = len(batch.decode)
-            flight.decode_result = _fetched(buffer, self._result, n)
+            flight.decode_result = fetched(buffer, self._result, n)
             if self._logprobs is not None and self._logprob_ring is not None:
-                flight.decode_logprobs = _fetched(self._logprob_ring.take(), self._logprobs, n)
+                flight.decode_logprobs = fetched(self._logprob_ring.take(), self._logprobs, n)
         if batch.chunks:
             if batch.decode:
                 self.clock.between()
@@ -463,9 +432,9 @@ class Engine:
             mask = None if self.grammar is None else self.grammar.first_masks([c.request for _, c in finals])
             next_ids, rows, result, first_logprobs = self._first_tokens(staged, hidden, mask)
             flight.finals = [(c.request, c.epoch) for _, c in finals]
-            flight.prefill_result = _fetched(self._first_results.take(), result, len(finals))
+            flight.prefill_result = fetched(self._first_results.take(), result, len(finals))
             if first_logprobs is not None and self._first_logprobs is not None:
-                flight.prefill_logprobs = _fetched(self._first_logprobs.take(), first_logprobs, len(finals))
+                flight.prefill_logprobs = fetched(self._first_logprobs.take(), first_logprobs, len(finals))
         self.drafter.prefill(PrefillRows(staged.ids, next_ids, layout, hidden, staged.row_slots, staged.final_last if finals else None, rows))
         if self.ring is not None and rows is not None:
             self.ring.prefilled(rows.slots, rows.length)
@@ -515,11 +484,11 @@ class Engine:
             n = len(flight.batch.decode)
             flight.decode_result.wait()
             result = flight.decode_result.np[:n, : RESULT_COLUMNS + flight.batch.num_steps + 1]
-            done += self.scheduler.retire_decode(flight.batch.decode, result, _read(flight.decode_logprobs, n))
+            done += self.scheduler.retire_decode(flight.batch.decode, result, read(flight.decode_logprobs, n))
         if flight.prefill_result is not None:
             n = len(flight.finals)
             flight.prefill_result.wait()
-            done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], _read(flight.prefill_logprobs, n))
+            done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], read(flight.prefill_logprobs, n))
         self.clock.collect()
         if self.grammar is not None:
             for request in done:
@@ -527,41 +496,3 @@ class Engine:
         if self.checks is not None:
             self.checks.raise_if_any()  # waits for the device: the price of checking
         return done
-
-
-def max_batch_of(engine: EngineConfig, device: torch.device) -> int:
-    """The most rows at a time that a configuration asks for."""
-    return engine.max_batch or DEFAULT_MAX_BATCH.get(device.type, 32)
-
-
-def overlap_of(engine: EngineConfig, device: torch.device, grammar: bool) -> int:
-    """How many steps the host may be behind."""
-    return {"0": 0, "1": 1}.get(str(engine.overlap), int(device.type == "cuda" and not grammar))
-
-
-def depths_of(drafter: Drafter, draft: DraftConfig) -> Sequence[int]:
-    """Every num_steps a job may use."""
-    return range(drafter.num_steps + 1) if draft.adaptive and drafter.num_steps > 0 else (drafter.num_steps,)
-
-
-def reserve_of(drafter: Drafter, draft: DraftConfig, overlap: int) -> int:
-    """KV slots a row needs beyond its length (``spec_reserve``)."""
-    depths = depths_of(drafter, draft)
-    return spec_reserve(depths, drafter.topk, [drafter.nodes(s) for s in depths], [drafter.slots(s) for s in depths], drafter.lead, overlap)
-
-
-def _fetched(buffer: CpuGpuBuffer, source: Tensor, n: int) -> CpuGpuBuffer:
-    """Enqueue the copy of the first ``n`` lines of ``source`` to a result buffer."""
-    if buffer.gpu is not buffer.cpu:
-        buffer.fetch(source, n)
-    else:
-        buffer.np[:n] = source[:n].numpy()
-    return buffer
-
-
-def _read(buffer: CpuGpuBuffer | None, n: int) -> np.ndarray | None:
-    """The first ``n`` lines of a result buffer once they have landed."""
-    if buffer is None:
-        return None
-    buffer.wait()
-    return buffer.np[:n]

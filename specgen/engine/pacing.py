@@ -15,8 +15,8 @@ import numpy as np
 
 from specgen.draft.adaptive import Choice, Outcome, quartile
 from specgen.draft.base import Drafter
+from specgen.engine.batch import Batch
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
-from specgen.engine.scheduler import Batch
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
 
 FEW = 8  # rows that a loop counts sooner than numpy does

@@ -1,18 +1,44 @@
-"""How many pages the KV pool gets: what the memory setting leaves, and never more than every row at full length can use.
+"""How large a job's engine is: rows at a time, KV slots beyond a row's length, and pages of the KV pool, which are what the memory setting leaves and
+never more than every row at full length can use.
 
-Boundary: bytes and pages. What a step takes beside the pool is measured by ``engine.rehearsal`` and comes in as numbers.
+Boundary: numbers. What a step takes beside the pool is measured by ``engine.rehearsal`` and comes in as numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from specgen.config import EngineConfig
+from specgen.config import DraftConfig, EngineConfig
+from specgen.draft.base import Drafter
+from specgen.engine.memory import spec_reserve
 from specgen.errors import CapacityError
 
 CPU_KV_BYTES = 1 << 30
+DEFAULT_MAX_BATCH = {"cpu": 32, "cuda": 256}
+
+
+def max_batch_of(engine: EngineConfig, device: torch.device) -> int:
+    """The most rows at a time that a configuration asks for."""
+    return engine.max_batch or DEFAULT_MAX_BATCH.get(device.type, 32)
+
+
+def overlap_of(engine: EngineConfig, device: torch.device, grammar: bool) -> int:
+    """How many steps the host may be behind."""
+    return {"0": 0, "1": 1}.get(str(engine.overlap), int(device.type == "cuda" and not grammar))
+
+
+def depths_of(drafter: Drafter, draft: DraftConfig) -> Sequence[int]:
+    """Every num_steps a job may use."""
+    return range(drafter.num_steps + 1) if draft.adaptive and drafter.num_steps > 0 else (drafter.num_steps,)
+
+
+def reserve_of(drafter: Drafter, draft: DraftConfig, overlap: int) -> int:
+    """KV slots a row needs beyond its length (``spec_reserve``)."""
+    depths = depths_of(drafter, draft)
+    return spec_reserve(depths, drafter.topk, [drafter.nodes(s) for s in depths], [drafter.slots(s) for s in depths], drafter.lead, overlap)
 
 
 class Working(NamedTuple):

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specgen.engine.batch import Chunk
 from specgen.engine.buffers import BufferRing
 from specgen.engine.memory import PageTable
-from specgen.engine.scheduler import Chunk
 
 
 @dataclass

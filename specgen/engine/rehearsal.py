@@ -16,9 +16,9 @@ import torch
 
 from specgen.config import DraftConfig, EngineConfig
 from specgen.draft.base import Drafter
-from specgen.engine.engine import Engine, max_batch_of, overlap_of, reserve_of
+from specgen.engine.engine import Engine
 from specgen.engine.memory import ceil_to_page
-from specgen.engine.plan import Working, device_budget
+from specgen.engine.plan import Working, device_budget, max_batch_of, overlap_of, reserve_of
 from specgen.models.target import Target
 from specgen.types import Prompt, Request, SamplingParams
 

@@ -7,9 +7,6 @@ Boundary: no tensor work beyond filling buffers and no model. Works from lengths
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cache
 from itertools import chain
 from typing import Any, cast
 
@@ -17,6 +14,8 @@ import numpy as np
 import torch
 
 from specgen.draft.base import Drafter
+from specgen.engine.accounting import DEAD, FINISH_NAMES, fail, origins, steps_of, trim
+from specgen.engine.batch import Batch, Chunk, tokens_known
 from specgen.engine.buffers import BufferRing
 from specgen.engine.grammar import GrammarMasks
 from specgen.engine.law import LawState, complaint
@@ -24,51 +23,8 @@ from specgen.engine.memory import PageTable, ceil_to_page
 from specgen.engine.rows import MAX_STOP_IDS, DeviceRows
 from specgen.engine.sampling import logprob_entries
 from specgen.engine.text import OutputText
-from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
-from specgen.types import Prompt, Request, SamplingParams, step_code
-
-# A step's finish codes, by number (``kernels.reference_step``).
-FINISH_NAMES = (None, "stop", "length", "context", "error")
-DEAD = -1  # beside them: the row was not alive when the step began
-FEW = 8  # rows that plain Python reads sooner than numpy does
-
-
-@dataclass
-class Chunk:
-    """Part of a prompt: tokens [start, end) of ``ids``. ``final``: the prompt ends here. ``resumed``: after a preemption, nothing is sampled."""
-
-    request: Request
-    ids: list[int]
-    start: int
-    end: int
-    epoch: int
-
-    @property
-    def final(self) -> bool:
-        return self.end == self.known
-
-    @property
-    def resumed(self) -> bool:
-        return len(self.request.output_ids) > 0
-
-    @property
-    def known(self) -> int:
-        """Tokens to prefill: the prompt, and after a preemption the output but its last token, which is the root."""
-        return _known(self.request)
-
-
-@dataclass
-class Batch:
-    """What one step launches. ``decode``: (slot, request, epoch) of each decode row, reused while the rows stay the same. ``slots``: device [n]
-    int64. ``catch_up``: steps without a draft that the drafter has to follow first; ``paced`` belongs to ``pacing``."""
-
-    decode: tuple[tuple[int, Request, int], ...] = ()
-    slots: torch.Tensor | None = None
-    num_steps: int = 0
-    max_len: int = 0
-    chunks: list[Chunk] = field(default_factory=list)
-    catch_up: int = 0
-    paced: Any = None
+from specgen.kernels.reference_step import KEPT, NON_FINITE, STOP
+from specgen.types import Prompt, Request, SamplingParams
 
 
 class Scheduler:
@@ -177,7 +133,7 @@ class Scheduler:
         passed: list[Request] = []
         while self.waiting and self._free_slots and budget > 0 and len(self.running) + len(self.prefilling) < self.limit:
             request = self.waiting[0]
-            known, shared = _known(request), self._shared_pages(request)
+            known, shared = tokens_known(request), self._shared_pages(request)
             sibling = self._sibling(request, shared) if shared else None
             if sibling is not None and sibling.prefill_pos < self._filled_at(shared):
                 passed.append(self.waiting.popleft())
@@ -253,7 +209,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
         budget = self.prefill_tokens
         if self.waiting and self._free_slots:
-            self._admit(budget - sum(_known(r) - r.prefill_pos for r in self.prefilling))
+            self._admit(budget - sum(tokens_known(r) - r.prefill_pos for r in self.prefilling))
         if self.prefilling:
             self._plan_chunks(batch, budget)
         if self.running:
@@ -367,7 +323,7 @@ class Scheduler:
         with the row's other steps (``Request.counts``). result [n, 6 + S + 1] int32.
         """
         done, committed, total = [], self._committed_mem, 0
-        for i, ((slot, request, epoch), (finish, accepted, code, tokens)) in enumerate(zip(decode, _steps(result), strict=True)):
+        for i, ((slot, request, epoch), (finish, accepted, code, tokens)) in enumerate(zip(decode, steps_of(result), strict=True)):
             if finish == DEAD or request.epoch != epoch or request.finish_reason is not None:
                 continue
             count = kept = accepted + 1
@@ -399,7 +355,7 @@ class Scheduler:
             cut = self._long_stop_list(request, new_tokens, stop_ids, cut)
         if cut is not None:
             n, request.stop_reason = cut
-            _trim(request, n)
+            trim(request, n)
             request.finish_reason = "stop"
         elif finish == NON_FINITE:
             fail(request, "NonFiniteError", f"the target's logits at output position {len(request.output_ids)} are not finite")
@@ -423,7 +379,7 @@ class Scheduler:
         """Check the new tokens against the grammar; a row that it cannot go on with ends as an error, with the tokens that count."""
         wrong = grammar.follow(request)
         if wrong is not None:
-            _trim(request, wrong[0])
+            trim(request, wrong[0])
             request.stop_reason = None
             fail(request, "GrammarError", wrong[1])
 
@@ -449,43 +405,3 @@ class Scheduler:
             self._release(request)
         request.status, request.finish_reason, request.epoch = "finished", "error", request.epoch + 1
         request.error = {"type": "Aborted", "message": "the request was aborted"}
-
-
-def _known(request: Request) -> int:
-    """Tokens a request has to prefill: its prompt, and after a preemption its output but the last token, which is the root."""
-    return len(request.prompt.token_ids) + max(0, len(request.output_ids) - 1)
-
-
-def _trim(request: Request, n: int) -> None:
-    """Keep the first ``n`` output tokens."""
-    request.counts.trimmed += len(request.output_ids) - n
-    del request.output_ids[n:], request.provenance[n:], request.logprobs[n:]
-
-
-def fail(request: Request, kind: str, message: str) -> None:
-    """End a request with an error row."""
-    request.status, request.finish_reason = "finished", "error"
-    request.error = {"type": kind, "message": message}
-
-
-def _steps(result: np.ndarray) -> Iterable[tuple[int, int, int, list[int]]]:
-    """Of each row of a step's result: how it ended (a finish code, or DEAD), drafts accepted, ``step_code``, and the token columns."""
-    if len(result) > FEW:
-        accepted, ends = result[:, ACCEPTED], np.where(result[:, ALIVE] > 0, result[:, FINISH], DEAD)
-        codes = step_code(accepted, result[:, DRAFT_DEPTH], result[:, CHILD_AT_END])
-        return zip(ends.tolist(), accepted.tolist(), codes.tolist(), result[:, RESULT_COLUMNS:].tolist(), strict=True)
-    return [
-        (
-            row[FINISH] if row[ALIVE] else DEAD,
-            row[ACCEPTED],
-            step_code(row[ACCEPTED], row[DRAFT_DEPTH], row[CHILD_AT_END]),
-            row[RESULT_COLUMNS:],
-        )
-        for row in result.tolist()
-    ]
-
-
-@cache
-def origins(accepted: int) -> list[int]:
-    """Where the tokens of a step come from (``Request.provenance``): drafted at depth 1 to ``accepted``, then the bonus token."""
-    return [*range(1, accepted + 1), 0]

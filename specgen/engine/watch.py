@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specgen.engine.engine import Engine, InFlight
+    from specgen.engine.engine import Engine
+    from specgen.engine.flight import InFlight
 
 log = logging.getLogger("specgen")
 OnStuck = Callable[[str, Callable[[], bool]], None]
