@@ -226,6 +226,7 @@ def _run_all(settings: list[str], folder: Path, outcomes: list[Outcome], runner:
         outcome = outcomes[HydraConfig.get().job.num]
         launch(cfg, outcome, runner)
         if outcome.exit_code in (INTERRUPTED, TERMINATED):  # the job ended itself in good order; the sweep ends too
+            outcome.error = outcome.error or "interrupted"
             raise Terminated if outcome.exit_code == TERMINATED else KeyboardInterrupt
 
     OmegaConf.register_new_resolver("specgen_job_folder", lambda number: outcomes[int(number)].folder.name, replace=True)

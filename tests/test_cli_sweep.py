@@ -162,9 +162,11 @@ def test_an_interrupt_ends_the_sweep_and_the_table_says_so(number: int, code: in
     assert [(row["exit_code"], row["error"]) for row in table()] == [("0", ""), (str(code), "interrupted"), ("", "not run")]
 
 
-def test_a_job_that_ends_itself_after_a_signal_ends_the_sweep() -> None:
+def test_a_job_that_ends_itself_after_a_signal_ends_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     code, stub = sweep("draft.num_steps=1,2", act=lambda config: 143)
     assert (code, len(stub.jobs)) == (143, 1)
+    assert [(row["exit_code"], row["error"]) for row in table()] == [("143", "interrupted"), ("", "not run")]
+    assert "specgen: job 0-num_steps-1: exit 143: interrupted\n" in capsys.readouterr().err
 
 
 def test_output_dir_is_not_swept(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,6 +152,7 @@ def test_null_in_early_rows_does_not_fix_the_type_of_later_ones(tmp_path):
         (b'"just text"', "the row is a JSON string, not an object"),
         (b"null", "the row is a JSON null, not an object"),
         (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' appears twice in one object"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "not readable: an integer of more than 4300 digits"),
         (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not readable: objects are nested too deeply"),
     ],
 )

@@ -254,7 +254,7 @@ class _Builder:
     def report(self) -> None:
         """Log what was counted: bad rows, and values of meta that JSON cannot hold."""
         for count, message in (
-            (self.bad, "%d rows cannot run; each is written with its error"),
+            (self.bad, "rows that cannot run, each written with its error: %d"),
             (self.meta.nonfinite, "%d values of NaN or infinity in the input's other fields are written as null"),
             (self.meta.surrogates, "%d texts with lone surrogates in the input's other fields are written with U+FFFD"),
         ):

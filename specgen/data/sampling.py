@@ -16,8 +16,7 @@ from specgen.errors import ConfigError
 from specgen.types import SamplingParams
 
 INT32_MAX = 2**31 - 1
-SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive numbers of float32, in which the law is computed
-SMALLEST_TEMPERATURE = 1e-5  # logits / T must stay finite in float32
+SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e30  # logits / T must stay finite in float32, and T itself
 
 ROW_KEYS = (
     "max_tokens",
@@ -45,7 +44,7 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _finite(value: Any) -> float:
+def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"must be a number, got {_shown(value)}")
     try:
@@ -54,13 +53,6 @@ def _finite(value: Any) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"must be finite, got {_shown(value)}")
-    return number
-
-
-def _number(value: Any) -> float:
-    number = _finite(value)
-    if abs(number) > LARGEST:
-        raise ValueError(f"must be within {LARGEST:.8g} either way, got {number}")
     return number
 
 
@@ -73,7 +65,7 @@ def _int_from(low: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         number = _integer(value)
         if not low <= number <= INT32_MAX:
-            raise ValueError(f"must be between {low} and {INT32_MAX}, got {number}")
+            raise ValueError(f"must be between {low} and {INT32_MAX}, got {_shown(number)}")
         return number
 
     return check
@@ -83,6 +75,8 @@ def _temperature(value: Any) -> float:
     number = _number(value)
     if number != 0 and number < SMALLEST_TEMPERATURE:
         raise ValueError(f"must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, got {number}")
+    if number > LARGEST_TEMPERATURE:
+        raise ValueError(f"must be at most {LARGEST_TEMPERATURE:g}, got {number}")
     return number
 
 
@@ -107,8 +101,6 @@ def _positive(value: Any) -> float:
     number = _number(value)
     if number <= 0:
         raise ValueError(f"must be above 0, got {number}")
-    if number < SMALLEST:
-        raise ValueError(f"must be at least {SMALLEST:.8g}, got {number}")
     return number
 
 
@@ -139,7 +131,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     try:
-        found = {int(token): _finite(bias) for token, bias in pairs}
+        found = {int(token): _number(bias) for token, bias in pairs}
         if any(isinstance(token, (bool, float)) for token, _ in pairs) or any(token < 0 for token in found) or len(found) != len(pairs):
             raise ValueError
     except (TypeError, ValueError) as error:

@@ -92,6 +92,10 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         value = _decoder.decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} (column {error.colno})") from error
+    except ValueError as error:
+        if "integer string conversion" not in str(error):
+            raise
+        raise ValueError("not readable: an integer of more than 4300 digits") from error
     except RecursionError as error:
         raise ValueError("not readable: objects are nested too deeply") from error
     if not isinstance(value, dict):

@@ -84,7 +84,7 @@ def plan_pages(config: EngineConfig, device: torch.device, page_bytes: int, most
     pages = min(most, budget // page_bytes)
     if pages < 2:
         raise CapacityError(
-            f"the KV pool's budget of {max(budget, 0) / 2**30:.2f} GiB holds no page of {page_bytes} bytes: {_remedy(config, device)}"
+            f"the KV pool's budget of {max(budget, 0) / 2**30:.3g} GiB holds no page of {page_bytes} bytes: {_remedy(config, device)}"
         )
     return int(pages)
 
