@@ -165,8 +165,8 @@ def kv_watermark(settings: Settings) -> Iterator[Row]:
         yield row("kv_watermark", {"requests": count}, times["naive"], times["ours"])
 
 
-def naive_alloc(pages: PageTable, requests: Sequence[Request], slots: np.ndarray, committed: np.ndarray, reserve: int) -> bool:
-    """``PageTable.alloc_for_spec_decode`` row by row and page by page, with the new lengths in a tensor of their own."""
+def naive_alloc(pages: PageTable, requests: Sequence[Request], slots: np.ndarray, committed: np.ndarray, reserve: int, ahead: bool = False) -> bool:
+    """``PageTable.alloc_for_spec_decode`` row by row and page by page, with the new lengths in a tensor of their own; never ahead."""
     page = pages.page_size
     lengths = torch.tensor(np.array([ceil_to_page(int(c) + reserve, page) for c in committed]))
     need = [max(0, int(lengths[i]) - int(pages.allocated[s])) // page for i, s in enumerate(slots)]
@@ -250,7 +250,7 @@ def naive_host(engine: Engine) -> Iterator[None]:
     scheduler._room = 0
     with ExitStack() as stack:
         stack.enter_context(patch.object(scheduler, "_room_left", lambda: 0))
-        stack.enter_context(patch.object(pages, "alloc_for_spec_decode", lambda *args: naive_alloc(pages, *args)))
+        stack.enter_context(patch.object(pages, "alloc_for_spec_decode", lambda *args, **options: naive_alloc(pages, *args, **options)))
         stack.enter_context(patch.object(scheduler, "_plan_decode", lambda batch: naive_plan(scheduler, batch)))
         yield
 

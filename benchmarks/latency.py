@@ -50,7 +50,7 @@ class Rewinder:
         self.engine.rows.ints.copy_(self.ints)
         self.engine.scheduler._committed[:] = self.committed
         for request, kept in zip(self.requests, self.outputs, strict=True):
-            del request.output_ids[kept:], request.provenance[kept:]
+            del request.output_ids[kept:]
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -133,13 +133,13 @@ class Request:
     kv_allocated_len: int = 0  # monotone watermark of KV slots owned, in tokens
     stop_ids: tuple[int, ...] | None = None  # the ids that end it, once they were asked for
     epoch: int = 0  # raised by a preemption, so that a step still in flight for the earlier life is recognised
-    counted: Counts = field(default_factory=Counts)  # without the steps below; ``counts`` has them all
-    steps: array[int] = field(default_factory=lambda: array("i"))  # one ``step_code`` a step that has not been counted yet
+    steps: array[int] = field(default_factory=lambda: array("i"))  # one ``step_code`` a step
+    counted: Counts = field(default_factory=Counts)  # of the first ``steps_counted`` steps; ``counts`` has them all
+    steps_counted: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: dict[str, str] | None = None
     text: str | None = None
-    provenance: list[int] = field(default_factory=list)  # per output token: -1 prefill, 0 bonus, d >= 1 drafted at depth d
     logprobs: list[Any] = field(default_factory=list)
     grammar: Any = None  # where the output stands in the job's grammar (``engine.grammar``)
     read: bool = True  # the host looks at every token of it, for endings that the device does not know
@@ -147,11 +147,20 @@ class Request:
     @property
     def counts(self) -> Counts:
         """The row's raw integers so far."""
-        if self.steps:
-            for code, times in Counter(self.steps).items():
+        if len(self.steps) > self.steps_counted:
+            for code, times in Counter(self.steps[self.steps_counted :]).items():
                 self.counted.add(code >> 16, code >> 1 & 32767, code & 1, times)
-            del self.steps[:]
+            self.steps_counted = len(self.steps)
         return self.counted
+
+    @property
+    def provenance(self) -> list[int]:
+        """Where each output token comes from: -1 the prefill, d >= 1 drafted at depth d, 0 the bonus token of a step."""
+        found = [-1] * self.counted.prefill_sampled
+        for code in self.steps:
+            found += range(1, (code >> 16) + 1)
+            found.append(0)
+        return found[: len(self.output_ids)]
 
     @property
     def done(self) -> bool:

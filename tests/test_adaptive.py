@@ -22,6 +22,7 @@ from specgen.draft.load import load_drafter
 from specgen.draft.ring import WINDOW
 from specgen.engine.batch import Batch
 from specgen.engine.engine import Engine
+from specgen.engine.graphs import bucket_of
 from specgen.engine.pacing import Pacing
 from specgen.models.attention import KvPool
 from specgen.models.loader import load_target
@@ -281,6 +282,7 @@ def test_the_chains_constants_are_rebuilt_on_every_change_of_num_steps() -> None
     use_steps = engine.drafter.use_steps
     engine.drafter.use_steps = lambda steps: seen.append(steps) or use_steps(steps)  # type: ignore[method-assign,assignment,func-returns-value]
     drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    engine.adaptive_report()
     changes = [new for old, new in itertools.pairwise([4, *(c.num_steps for c, _ in script.told if c.num_steps)]) if old != new]
     assert seen[: len(changes)] == changes and len(changes) > 4
     assert engine.drafter.chain.num_steps == seen[-1]  # type: ignore[attr-defined]
@@ -294,17 +296,19 @@ def test_the_controller_is_told_of_every_step_what_its_rows_did(overlap: int) ->
     engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, overlap=overlap, adaptive=True)
     script = scripted(engine, [3, 0, 2])
     result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    engine.adaptive_report()
     drafted = [outcome for choice, outcome in script.told if choice.num_steps]
     for name in ("reached", "accepted"):
         told = [sum(values) for values in itertools.zip_longest(*(getattr(o, name) for o in drafted), fillvalue=0)]
         counted = [sum(values) for values in itertools.zip_longest(*(getattr(r.counts, name) for r in result.requests), fillvalue=0)]
         assert told == counted
-    assert sum(o.rows for _, o in script.told) == sum(map(len, result.steps))
+    assert sum(o.rows for o in drafted) == sum(r.counts.verify_steps for r in result.requests)
+    assert all(outcome.steps == 1 for _, outcome in script.told)
     chosen = [choice.num_steps for choice, _ in script.told]
     back = [False] + [before == 0 < now for before, now in itertools.pairwise(chosen)]  # the drafter is brought up to date in this step
     launching = [overlap == 1 and following for following in back[1:]] + [False]  # ... or the host does so for the next one
     assert [outcome.caught_up for _, outcome in script.told] == [a or b for a, b in zip(back, launching, strict=True)] and any(back)
-    assert all(outcome.usable != outcome.caught_up for _, outcome in script.told)
+    assert all(bool(outcome.times) == (outcome.timed > 0 and not outcome.caught_up) for _, outcome in script.told)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -314,10 +318,51 @@ def test_a_step_beside_a_prefill_has_no_time(overlap: int) -> None:
     launch = engine.launch
     engine.launch = lambda batch: chunks.append((bool(batch.decode), bool(batch.chunks))) or launch(batch)  # type: ignore[method-assign,func-returns-value]
     drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=20)))
-    timed = [outcome.seconds is not None for _, outcome in script.told]
+    engine.adaptive_report()
+    timed = [outcome.timed == 1 for _, outcome in script.told]
     beside = [with_chunk for decode, with_chunk in chunks if decode]
     assert len(timed) == len(beside) and sum(beside) > 2 and sum(timed) > 10
     assert not any(t and b for t, b in zip(timed, beside, strict=True))
+
+
+class Runs(Script):
+    """A script whose choices hold for six steps each."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        super().__init__(steps)
+        self.asked: list[tuple[int, int]] = []
+
+    def choose(self, bucket: int, context: int) -> Choice:
+        self.asked.append((bucket, context))
+        return super().choose(bucket, context)._replace(more=5)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_choice_holds_for_its_run_or_until_the_bucket_changes_and_every_step_is_told(overlap: int) -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=4, overlap=overlap, chunk=50, adaptive=True)
+    assert engine.pacing is not None
+    script = engine.pacing.controller = Runs([3, 0, 1])
+    steps: list[tuple[int, int]] = []
+    launch = engine.launch
+    engine.launch = lambda batch: steps.append((len(batch.decode), batch.num_steps)) or launch(batch)  # type: ignore[method-assign,func-returns-value]
+    result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
+    assert result.ids == plain("rand_target", None)
+    engine.adaptive_report()
+    decodes = [(bucket_of(rows, 4), steps) for rows, steps in steps if rows]
+    at, expected = 0, []
+    for (bucket, _), num_steps in zip(script.asked, itertools.cycle([3, 0, 1]), strict=False):
+        run = list(itertools.takewhile(lambda step: step[0] == bucket, decodes[at : at + 6]))  # noqa: B023
+        assert run and all(step == (bucket, num_steps) for step in run)
+        at += len(run)
+        expected.append((bucket, num_steps, len(run)))
+    assert at == len(decodes) and any(run == 6 for *_, run in expected) and any(run < 6 for *_, run in expected[:-1])
+    runs = itertools.groupby(script.told, lambda told: told[0])
+    told = [(choice.bucket, choice.num_steps, sum(outcome.steps for _, outcome in group)) for choice, group in runs]
+    assert sum(told, ()) == sum(expected, ())
+    for name in ("reached", "accepted"):
+        columns = itertools.zip_longest(*(getattr(o, name) for _, o in script.told), fillvalue=0)
+        counted = itertools.zip_longest(*(getattr(r.counts, name) for r in result.requests), fillvalue=0)
+        assert [sum(values) for values in columns] == [sum(values) for values in counted]
 
 
 # -- the controller ---------------------------------------------------------------------------------------------------------------------------
@@ -352,31 +397,34 @@ class Device:
         spent: dict[int, float] = {}
         while steps > 0:
             choice = self.controller.choose(bucket, context)
-            outcome = self.outcome(choice)
-            assert outcome.seconds is not None
-            steps -= 1
-            spent[choice.num_steps] = spent.get(choice.num_steps, 0.0) + outcome.seconds
-            self.seconds += outcome.seconds
-            self.tokens += 1 + sum(outcome.accepted) / bucket
-            if outcome.caught_up and self.launch:
-                self._launch(choice, outcome)
-            self.pending.append((choice, outcome))
-            if self.late and choice.ahead:
-                steps -= self._plain(choice, min(steps, choice.ahead), spent)
-            while len(self.pending) > self.late:
-                self.controller.stepped(*self.pending.pop(0))
+            run = min(steps, 1 + choice.more)
+            steps -= run
+            for step in range(run):
+                outcome = self.outcome(choice)
+                spent[choice.num_steps] = spent.get(choice.num_steps, 0.0) + outcome.seconds
+                self.seconds += outcome.seconds
+                self.tokens += 1 + sum(outcome.accepted) / bucket
+                if outcome.caught_up and self.launch:
+                    self._launch(choice, outcome)
+                self.pending.append((choice, outcome))
+                if self.late == step == 1:  # the last step of the run before is known now
+                    self._tell(len(self.pending) - 2)
+            self._tell(len(self.pending) - self.late)
         return spent
 
-    def _plain(self, choice: Choice, steps: int, spent: dict[int, float]) -> int:
-        """So many steps that the controller did not ask about; told at once, after the choice they follow."""
-        each = sorted(self.cost(choice.bucket, 0) * self.random.uniform(0.98, 1.02) for _ in range(steps))
-        seconds = sum(each)
-        spent[0] = spent.get(0, 0.0) + seconds
-        self.seconds += seconds
-        self.tokens += steps
-        if steps:
-            self.pending.append((choice, Outcome(seconds, 0, steps=steps, each=each[steps // 4])))
-        return steps
+    def _tell(self, steps: int) -> None:
+        """Tell the controller of the oldest steps, those of one choice together unless something special happened in them."""
+        told, self.pending = self.pending[:steps], self.pending[steps:]
+        alone = lambda outcome: id(outcome) if outcome.caught_up or outcome.capture_s else 0  # noqa: E731
+        for _, group in itertools.groupby(told, lambda pair: (id(pair[0]), alone(pair[1]))):
+            pairs = list(group)
+            choice, outcomes = pairs[0][0], [outcome for _, outcome in pairs]
+            whole = outcomes[0]
+            if len(outcomes) > 1:
+                sums = lambda name: [sum(column) for column in zip(*(getattr(o, name) for o in outcomes), strict=True)]  # noqa: E731, B023
+                times = [o.seconds for o in outcomes]
+                whole = Outcome(len(times), sum(o.rows for o in outcomes), sums("reached"), sums("accepted"), sum(times), len(times), times)
+            self.controller.stepped(choice, whole)
 
     def _launch(self, choice: Choice, outcome: Outcome) -> None:
         seconds = self.launch * self.cost(choice.bucket, 0)
@@ -384,8 +432,7 @@ class Device:
         held = outcome
         if self.late:
             held = self.pending[-1][1]
-            held.usable, held.caught_up, held.ahead = False, True, choice.trial
-        assert held.seconds is not None
+            held.times, held.caught_up, held.launching = (), True, choice.trial
         held.seconds += seconds
 
     def outcome(self, choice: Choice) -> Outcome:
@@ -394,14 +441,15 @@ class Device:
         capture = 0.0 if (bucket, steps) in self.captured else self.capture_s
         self.captured.add((bucket, steps))
         reached, accepted = [0] * steps, [0] * steps
-        for _ in range(bucket):
+        for _ in range(bucket if steps else 0):
             for depth in range(steps):
                 reached[depth] += 1
                 if self.random.random() >= self.rates[depth]:
                     break
                 accepted[depth] += 1
         seconds = self.cost(bucket, steps) * self.random.uniform(0.98, 1.02) + capture + 0.5 * self.cost(bucket, 0) * caught_up
-        return Outcome(seconds, bucket, reached, accepted, usable=not capture and not caught_up, caught_up=caught_up, capture_s=capture)
+        times = () if capture or caught_up else (seconds,)
+        return Outcome(1, bucket if steps else 0, reached, accepted, seconds, 1, times, caught_up, capture_s=capture)
 
 
 def speed(cost: Callable[[int, int], float], rates: Sequence[float], bucket: int, steps: int) -> float:

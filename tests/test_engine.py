@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -378,6 +379,33 @@ def test_more_rows_than_slots_are_run_in_the_order_they_came() -> None:
     engine = engine_of("target", None, batch=1)
     rows = requests_of([[30], [40], [10]], SamplingParams(max_tokens=5))
     assert [r.prompt.id for r in engine.run(rows)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("prompt", [3, 60, 120])
+@pytest.mark.parametrize("draft", [None, "draft_model:draft_half"])
+def test_short_prompts_are_prefilled_together_and_long_ones_at_once(prompt: int, draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 48 rows three slots may stay empty for it, never while nothing runs, nor when no more prompts are to come."""
+    lengths = [5 + 7 * (i * i % 11) for i in range(120)]
+    monkeypatch.setattr("specgen.engine.scheduler.FULL_PREFILL", 100)
+    engine = engine_of("target", draft, batch=48, chunk=100_000, overlap=1)
+    plans: list[tuple[int, int, int, int]] = []
+    plan = engine.scheduler.next_batch
+
+    def planned(num_steps: int) -> Any:
+        waiting, running = len(engine.scheduler.waiting), len(engine.scheduler.running)
+        batch = plan(num_steps)
+        plans.append((waiting, running, len(batch.chunks), len(engine.scheduler.waiting)))
+        return batch
+
+    engine.scheduler.next_batch = planned  # type: ignore[method-assign]
+    result = drive(engine, requests_of([[30 + i % 5] * prompt for i in range(120)], [SamplingParams(max_tokens=n) for n in lengths]))
+    for row, n in zip(result.requests, lengths, strict=True):
+        assert row.output_ids == endless_text(list(row.prompt.token_ids), n)
+    group = max(1, min(3, -(-100 // prompt)))
+    beside = [(chunks, left) for _, running, chunks, left in plans if chunks and running]
+    assert len(beside) > 10 and all(chunks >= group or not left for chunks, left in beside)
+    held = [48 - running for waiting, running, chunks, _ in plans if waiting and running and not chunks]
+    assert all(0 <= free < group for free in held) and (max(held) > 0) == (group > 1)
 
 
 def test_an_index_out_of_range_is_named_when_indices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,16 +52,27 @@ class Pages(RuleBasedStateMachine):
         marks = [(r.kv_allocated_len, r.slot) for r in self.request.values()]
         return t.table.tolist(), t.refcount.tolist(), t.allocated.tolist(), t.free_pages, marks
 
-    def grow(self, slots: list[int], lengths: list[int], reserve: int) -> bool:
+    def grow(self, slots: list[int], lengths: list[int], reserve: int, ahead: bool = False) -> bool:
         before = self.snapshot()
+        had = self.table.allocated.copy()
         want = {s: max(int(self.table.allocated[s]), ceil_to_page(n + reserve, self.page)) for s, n in zip(slots, lengths, strict=True)}
         need = sum(want[s] - int(self.table.allocated[s]) for s in slots) // self.page
         fits = need <= self.table.free_pages
-        done = self.table.alloc_for_spec_decode([self.request[s] for s in slots], np.array(slots, np.int64), np.array(lengths, np.int64), reserve)
+        requests = [self.request[s] for s in slots]
+        done = self.table.alloc_for_spec_decode(requests, np.array(slots, np.int64), np.array(lengths, np.int64), reserve, ahead)
         assert done == fits
         if not done:
             assert self.snapshot() == before
             return False
+        if ahead and need:
+            assert self.table.slack == min(int(self.table.allocated[s]) - n - reserve for s, n in zip(slots, lengths, strict=True))
+        if ahead and any(self.table.allocated[s] > want[s] for s in slots):
+            assert need and self.table.free_pages >= len(slots), "what is given ahead leaves a page for every row"
+            for slot, length in zip(slots, lengths, strict=True):
+                given = int(self.table.allocated[slot])
+                room = int(had[slot]) - length - reserve
+                assert given == (max(want[slot], min(int(had[slot]) + self.page, self.table.width * self.page)) if room < self.page else want[slot])
+                want[slot] = given
         for slot in slots:
             assert self.table.allocated[slot] == want[slot]
             assert self.request[slot].kv_allocated_len == max(self.watermark[slot], want[slot])
@@ -80,11 +91,11 @@ class Pages(RuleBasedStateMachine):
             del self.request[slot], self.watermark[slot]
 
     @precondition(lambda self: self.request)
-    @rule(data=st.data(), reserve=st.integers(0, 6))
-    def decode(self, data: st.DataObject, reserve: int) -> None:
+    @rule(data=st.data(), reserve=st.integers(0, 6), ahead=st.booleans())
+    def decode(self, data: st.DataObject, reserve: int, ahead: bool) -> None:
         slots = data.draw(st.lists(st.sampled_from(sorted(self.request)), min_size=1, unique=True))
         lengths = [min(self.length[s] + data.draw(st.integers(0, 5)), self.max_tokens - reserve) for s in slots]
-        if self.grow(slots, lengths, reserve):
+        if self.grow(slots, lengths, reserve, ahead):
             self.length.update(zip(slots, lengths, strict=True))
 
     @precondition(lambda self: self.request and len(self.request) < self.rows)

@@ -32,14 +32,14 @@ Key = tuple[int, int]
 
 
 class Choice(NamedTuple):
-    """What a step was chosen to be. ``trial``: its losses are paid from the probing budget. ``ahead``: so many more steps of this bucket and context
-    are the same without asking again."""
+    """What a step was chosen to be. ``trial``: its losses are paid from the probing budget. ``more``: so many further steps are the same without
+    asking again, as long as bucket and context stay."""
 
     bucket: int
     context: int
     num_steps: int
     trial: bool = False
-    ahead: int = 0
+    more: int = 0
 
     @property
     def key(self) -> Key:
@@ -49,23 +49,24 @@ class Choice(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of a step. ``seconds`` is None where it cannot be told (a prefill ran along); ``usable``: it is the plain cost of such a step.
+    """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; reached and accepted: of them, by depth;
+    at S = 0 none are counted.
 
-    ``caught_up``: the drafter was brought up to date in it, or the host launched that for the step after it; ``ahead``: what it launched belongs to a
-    trial; ``capture_s``: seconds of it spent on a graph capture. rows: live rows; reached and accepted: of them, by depth. ``steps``: that many plain
-    steps at once, whose ``seconds`` these are together, ``each`` being their lower quartile.
+    seconds: of the ``timed`` steps, those beside which no prefill ran. ``times``: of each that is the plain cost of such a step.
+    ``caught_up``: the drafter was brought up to date in it, or the host launched that for the step after it; ``launching``: what it launched belongs
+    to a trial; ``capture_s``: seconds of it spent on a graph capture. These come one step at a time.
     """
 
-    seconds: float | None
-    rows: int
+    steps: int
+    rows: int = 0
     reached: Sequence[int] = ()
     accepted: Sequence[int] = ()
-    usable: bool = True
+    seconds: float = 0.0
+    timed: int = 0
+    times: Sequence[float] = ()
     caught_up: bool = False
-    ahead: bool = False
+    launching: bool = False
     capture_s: float = 0.0
-    steps: int = 1
-    each: float | None = None
 
 
 class Acceptance:
@@ -111,6 +112,13 @@ class Acceptance:
         """Tokens a row commits in a step of ``num_steps``: 1 + the sum of the cumulative acceptances. Each rate has the one before as its prior."""
         return self.all_expected(num_steps)[-1]
 
+    @property
+    def optimism(self) -> float:
+        """By how much drafts may turn out to be accepted more often: (a + its standard error) / a of the first depth."""
+        reached = self._reached[0] / self._unit + 1
+        rate = (self._accepted[0] / self._unit + 0.5) / reached
+        return 1 + math.sqrt((1 - rate) / (rate * reached))
+
     def all_expected(self, most: int) -> list[float]:
         """``expected`` of 0 .. ``most`` steps."""
         totals, product, rate, unit = [1.0], 1.0, 0.5, self._unit
@@ -129,15 +137,14 @@ class Costs:
         self._times: dict[tuple[Key, int], deque[float]] = {}  # empty until it has been warm
         self._known: dict[Key, dict[int, float]] = {}
 
-    def add(self, key: Key, num_steps: int, seconds: float, usable: bool) -> None:
-        """Note a step's time; one that is not ``usable`` only warms up."""
+    def add(self, key: Key, num_steps: int, seconds: Sequence[float]) -> None:
+        """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``."""
         times = self._times.get((key, num_steps))
         if times is None:
-            self._times[key, num_steps] = deque(maxlen=9)
-        elif usable:
-            times.append(seconds)
-            if len(times) > 2:
-                self._known.setdefault(key, {})[num_steps] = quartile(times)
+            times, seconds = self._times.setdefault((key, num_steps), deque(maxlen=9)), seconds[1:]
+        times.extend(seconds)
+        if seconds and len(times) > 2:
+            self._known.setdefault(key, {})[num_steps] = quartile(times)
 
     def known(self, key: Key) -> dict[int, float]:
         """The measured costs of a key."""
@@ -189,16 +196,13 @@ def _on_line(known: dict[int, float], steps: int) -> float:
 
 @dataclass
 class Place:
-    """Where a (bucket, context) stands. ``home``: the S in force; ``burst``: the S being tried for ``left`` more steps. ``looked``: ``seconds`` at
-    the last try of an S that was not in force. ``kept``: decisions since ``home`` changed. ``news``: something was learnt since the last decision at
-    S = 0, where a step teaches nothing; ``first_look``: the draft has not been seen here and may be no loss."""
+    """Where a (bucket, context) stands. ``home``: the S in force; ``left``: steps to go until the next decision. ``looked``: ``seconds`` at the last
+    try of an S that was not in force. ``kept``: decisions since ``home`` changed. ``news``: something was learnt since the last decision at S = 0,
+    where a step teaches nothing; ``first_look``: the draft has not been seen here and may be no loss."""
 
     home: int
-    since: int = 0
+    left: int
     seconds: float = 0.0
-    burst: int = 0
-    left: int = 0
-    trial: bool = False
     looked: dict[int, float] = field(default_factory=dict)
     kept: int = 0
     news: bool = True
@@ -240,32 +244,30 @@ class AdaptiveController:
     # -- before a step --------------------------------------------------------------------------------------------------------------------
 
     def choose(self, bucket: int, context: int) -> Choice:
-        """The S of the next decode step of a batch."""
+        """The S of the next decode steps of a batch.
+
+        Of what was chosen before, the last step may be untold, for the host is one step behind.
+        """
         key = bucket, context
         place = self.places.get(key)
         if place is None:
             home = self.max_steps if not self.places else max(range(self.max_steps + 1), key=self._rates(key).__getitem__)
-            place = self.places[key] = Place(home, since=PERIOD // 2)
-        if not place.left:
-            place.since += 1
-            if place.since > (PERIOD if place.kept < FEW or self.trial_left or not place.home else CALM):
-                place.since = 0
-                if place.home or place.news or self._may_probe(place):
-                    place.news = False
-                    rates = self._rates(key)
-                    self._decide(key, place, rates)
-                    self._explore(key, place, rates)
-        if place.left:
-            place.left -= 1
-            if not place.left:  # decide once the last step of the burst is known
-                place.since, place.kept, place.news = PERIOD - 2, 0, True
-            return Choice(bucket, context, place.burst, place.trial)
-        if place.home == 0 and place.since == 0:
-            place.since = PERIOD  # decide when they are over
-            return Choice(bucket, context, 0, ahead=PLAIN - 1)
+            place = self.places[key] = Place(home, left=PERIOD // 2)
+        if place.left <= 1:
+            burst = 0
+            if place.home or place.news or self._may_probe(place):
+                place.news = False
+                rates = self._rates(key)
+                self._decide(key, place, rates)
+                burst, steps, trial = self._explore(key, place, rates)
+            if burst:
+                place.left, place.kept, place.news = burst + 2, 0, True  # decide once the last step of the burst is known
+                return Choice(bucket, context, steps, trial, burst - 1)
+            calm = PERIOD if place.kept < FEW or self.trial_left else CALM
+            place.left = PLAIN if not place.home else calm
         trial = place.home > 0 and self.trial_left > 0
-        self.trial_left -= trial
-        return Choice(bucket, context, place.home, trial)
+        self.trial_left = max(0, self.trial_left - place.left * trial)
+        return Choice(bucket, context, place.home, trial, place.left - 1)
 
     def _rates(self, key: Key) -> list[float]:
         """Expected tokens a second and row of 0 .. ``max_steps`` steps."""
@@ -275,6 +277,12 @@ class AdaptiveController:
         """Move to the best S when it is clearly better than the one in force."""
         place.kept += 1
         best = max(range(self.max_steps + 1), key=rates.__getitem__)
+        if best == 0 < place.home:
+            # From S = 0 the way back is slow: it has to be better than the draft may turn out to be.
+            maybe, cost = self.acceptance.optimism, self.costs.cost
+            drafts = range(1, self.max_steps + 1)
+            if max(1 / cost(key, s) + maybe * (rates[s] - 1 / cost(key, s)) for s in drafts) > rates[0]:
+                best = max(drafts, key=rates.__getitem__)
         gain = rates[best] / rates[place.home]
         untimed = best not in self.costs.known(key)
         if best == place.home or (best and gain < GAIN) or (untimed and gain < SURE_GAIN and place.seconds < PATIENCE * self.capture_s):
@@ -283,12 +291,11 @@ class AdaptiveController:
             self.trial_left = TRIAL
         place.home, place.kept = best, 0
 
-    def _explore(self, key: Key, place: Place, rates: list[float]) -> None:
-        """Start a burst of an S that is not in force: the best S > 0 from S = 0 when the budget allows; S = 0, or one step more, where that was never
-        timed and may be better."""
+    def _explore(self, key: Key, place: Place, rates: list[float]) -> tuple[int, int, bool]:
+        """What to try that is not in force, as (steps of the burst, S, whether it is a trial), no steps for nothing: the best S > 0 from S = 0 when
+        the budget allows; S = 0, or one step more, where that was never timed and may be better."""
         if place.home == 0:
-            self._probe(key, place, rates)
-            return
+            return self._probe(key, place, rates)
         cost, known = self.costs.cost, self.costs.known(key)
         tokens, now = self.acceptance.expected, cost(key, place.home)
         more = min(place.home + 1, self.max_steps)
@@ -300,58 +307,61 @@ class AdaptiveController:
             price = 4 * BURST * loss if steps in known else BURST * loss + self.capture_s  # a second look, lest the first one misled, comes later
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.ever(0):
                 place.looked[steps] = place.seconds
-                place.burst, place.left, place.trial = steps, BURST, False
-                return
+                return BURST, steps, False
+        return 0, 0, False
 
     def _may_probe(self, place: Place) -> bool:
         """Whether there is time to draft from S = 0, as far as the last look at it tells."""
         return self.credit >= self.price or (place.first_look and place.seconds > FIRST_LOOK * self.price)
 
-    def _probe(self, key: Key, place: Place, rates: list[float]) -> None:
+    def _probe(self, key: Key, place: Place, rates: list[float]) -> tuple[int, int, bool]:
         """Draft for a few steps from S = 0: when the budget pays for the expected loss, and once early in each place where it may well be no loss."""
         known, plain = self.costs.known(key), self.costs.cost(key, 0)
         best = max(range(1, self.max_steps + 1), key=rates.__getitem__)
         loss = BURST * max(self.costs.cost(key, best) - self.acceptance.expected(best) * plain, 0.05 * plain)
         self.price = loss + max(self.catch_up_s, plain) + (0.0 if best in known else self.capture_s)
         place.first_look = not any(known.keys() - {0}) and 1.33 * rates[best] > rates[0]
-        if self._may_probe(place):
-            self.acceptance.soften()
-            place.burst, place.left, place.trial = best, BURST, True
+        if not self._may_probe(place):
+            return 0, 0, False
+        self.acceptance.soften()
+        return BURST, best, True
 
     # -- after a step ---------------------------------------------------------------------------------------------------------------------
 
     def stepped(self, choice: Choice, outcome: Outcome) -> None:
-        """Take in what came of a step."""
+        """Take in what came of a step, or of several of one choice."""
         spent = self.spent.get((choice.bucket, choice.num_steps))
         if spent is None:
             spent = self.spent[choice.bucket, choice.num_steps] = Spent()
         spent.steps += outcome.steps
         spent.context = choice.context
+        place = self.places.get(choice.key)
+        if place is not None:
+            place.left -= outcome.steps
         if outcome.capture_s:
             self.capture_s = outcome.capture_s
         if choice.num_steps and outcome.rows:
             self.acceptance.add(outcome.rows, outcome.reached, outcome.accepted)
-        if outcome.seconds is None:
+        if not outcome.timed:
             return
         spent.seconds += outcome.seconds
-        place = self.places.get(choice.key)
         if place is not None:
             place.seconds += outcome.seconds
-        self.costs.add(choice.key, choice.num_steps, outcome.seconds if outcome.each is None else outcome.each, outcome.usable)
-        self._pay(choice, outcome, outcome.seconds)
+        self.costs.add(choice.key, choice.num_steps, outcome.times)
+        self._pay(choice, outcome)
 
-    def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:
+    def _pay(self, choice: Choice, outcome: Outcome) -> None:
         """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most.
 
         With overlap the host launches a trial's first step, catching up included, while the step before it runs: what that one takes longer than
         usual is the trial's loss too.
         """
-        self.credit += PROBE_SHARE * seconds
-        longer = max(0.0, seconds - outcome.steps * self.costs.cost(choice.key, choice.num_steps))
+        self.credit += PROBE_SHARE * outcome.seconds
+        longer = max(0.0, outcome.seconds - outcome.timed * self.costs.cost(choice.key, choice.num_steps))
         if choice.trial:
-            tokens = 1 + sum(outcome.accepted) / max(1, outcome.rows)
-            self.credit -= seconds - tokens * self.costs.cost(choice.key, 0)
-        elif outcome.ahead:
+            tokens = outcome.timed * (1 + sum(outcome.accepted) / max(1, outcome.rows))
+            self.credit -= outcome.seconds - tokens * self.costs.cost(choice.key, 0)
+        elif outcome.launching:
             self.credit -= longer
         if outcome.caught_up:
             self._caught_up(choice.num_steps > 0, max(0.0, longer - outcome.capture_s))

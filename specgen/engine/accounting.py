@@ -6,7 +6,6 @@ Boundary: integers of one step's result and the fields of a request; which rows 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import numpy as np
 
@@ -22,7 +21,7 @@ FEW = 8  # rows that plain Python reads sooner than numpy does
 def trim(request: Request, n: int) -> None:
     """Keep the first ``n`` output tokens."""
     request.counts.trimmed += len(request.output_ids) - n
-    del request.output_ids[n:], request.provenance[n:], request.logprobs[n:]
+    del request.output_ids[n:], request.logprobs[n:]
 
 
 def fail(request: Request, kind: str, message: str) -> None:
@@ -46,9 +45,3 @@ def steps_of(result: np.ndarray) -> Iterable[tuple[int, int, int, list[int]]]:
         )
         for row in result.tolist()
     ]
-
-
-@cache
-def origins(accepted: int) -> list[int]:
-    """Where the tokens of a step come from (``Request.provenance``): drafted at depth 1 to ``accepted``, then the bonus token."""
-    return [*range(1, accepted + 1), 0]

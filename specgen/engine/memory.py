@@ -61,6 +61,7 @@ class PageTable:
         # Scratch of one allocation, so that a decode step creates no array.
         self._have, self._want, self._grows, self._index, self._pages = np.zeros((5, rows), np.int64)
         self._page_ids = np.zeros(rows, np.int32)
+        self._short = np.zeros(rows, np.bool_)
         # Table entries written since the last upload, and the ring they travel in: n indices, then n values of half the size.
         entries = rows * max(1, self.width)
         self._written = np.zeros(entries if device.type == "cuda" else 0, np.int64)
@@ -72,12 +73,14 @@ class PageTable:
         """Pages that no row holds."""
         return self._num_free
 
-    def alloc_for_spec_decode(self, requests: Sequence[Request], slots: np.ndarray, committed: np.ndarray, reserve: int) -> bool:
+    def alloc_for_spec_decode(self, requests: Sequence[Request], slots: np.ndarray, committed: np.ndarray, reserve: int, ahead: bool = False) -> bool:
         """Raise each row's capacity to max(allocated, ceil_to_page(committed + reserve)), all rows in one call.
 
         requests: n rows. slots [n] int64. committed [n] int64: committed lengths the host knows of. Returns False, having changed nothing, when the
         pool cannot serve the whole batch. Only after the table is written are the new lengths read, once, and each watermark raised. A batch that
-        was the last to be raised, and whose rows still have room, is left as it is.
+        was the last to be raised, and whose rows still have room, is left as it is. ``ahead``: once a row needs a page, every row with room for less
+        than a page is given one too, as long as as many pages stay free as there are rows; so a decoding batch is looked at once a page, and not
+        whenever the next of its rows comes to a border.
         """
         n = len(slots)
         have, want = self._have[:n], self._want[:n]
@@ -93,16 +96,35 @@ class PageTable:
         np.floor_divide(want, page, out=want)
         np.multiply(want, page, out=want)
         np.maximum(want, have, out=want)
-        total = int(np.add.reduce(want) - np.add.reduce(have)) // page
+        held = int(np.add.reduce(have))
+        total = (int(np.add.reduce(want)) - held) // page
         if total > self._num_free:
             return False
         if total:
+            if ahead and total + 2 * n <= self._num_free:
+                total = self._look_ahead(have, want, committed, reserve, held)
             self._extend(slots, have, want, total)
             self.allocated[slots] = want
         raise_watermarks(requests, want)
         if self._raised != requests:
             self._raised = list(requests)
+        if ahead and n:
+            np.subtract(want, committed, out=have)
+            self.slack = int(np.minimum.reduce(have)) - reserve
         return True
+
+    def _look_ahead(self, have: np.ndarray, want: np.ndarray, committed: np.ndarray, reserve: int, held: int) -> int:
+        """Raise ``want`` by a page for the rows that keep their capacity and have room for less than a page in it; returns the pages wanted by all.
+        ``held``: the sum of ``have``."""
+        n, page = len(have), self.page_size
+        more, short = self._grows[:n], self._short[:n]
+        np.subtract(have, committed, out=more)
+        np.less(more, reserve + page, out=short)
+        np.multiply(short, page, out=more)
+        np.add(more, have, out=more)
+        np.minimum(more, self.width * page, out=more)
+        np.maximum(want, more, out=want)
+        return (int(np.add.reduce(want)) - held) // page
 
     def _extend(self, slots: np.ndarray, have: np.ndarray, want: np.ndarray, total: int) -> None:
         """Hand out ``total`` pages, row by row: capacities [n] in tokens go from ``have`` to ``want``."""

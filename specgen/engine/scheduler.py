@@ -7,14 +7,14 @@ Boundary: no tensor work beyond filling buffers and no model. Works from lengths
 from __future__ import annotations
 
 from collections import deque
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from specgen.draft.base import Drafter
-from specgen.engine.accounting import DEAD, FINISH_NAMES, fail, origins, steps_of, trim
+from specgen.engine.accounting import DEAD, FINISH_NAMES, fail, steps_of, trim
 from specgen.engine.batch import Batch, Chunk, tokens_known
 from specgen.engine.buffers import BufferRing
 from specgen.engine.grammar import GrammarMasks
@@ -23,8 +23,11 @@ from specgen.engine.memory import PageTable, ceil_to_page
 from specgen.engine.rows import MAX_STOP_IDS, DeviceRows
 from specgen.engine.sampling import logprob_entries
 from specgen.engine.text import OutputText
-from specgen.kernels.reference_step import KEPT, NON_FINITE, STOP
-from specgen.types import Prompt, Request, SamplingParams
+from specgen.kernels.reference_step import ACCEPTED, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
+from specgen.types import Prompt, Request, SamplingParams, step_code
+
+SLOTS_A_SLOT = 16  # slots of which one may stay empty so that prompts are prefilled together
+FULL_PREFILL = 256  # tokens from which on a prefill's time grows with them: on an H200 8 billion weights are read in the time of 150 tokens' products
 
 
 class Scheduler:
@@ -65,10 +68,12 @@ class Scheduler:
         self._committed_mem = memoryview(cast(Any, self._committed))  # the quickest way to write single numbers in a loop
         self._slot_array = np.zeros(max_batch, np.int64)
         self._committed_rows = np.zeros(max_batch, np.int64)
+        self._counts = np.zeros(max_batch, np.int64)
         self._slot_ring = BufferRing(3, max_batch, dtype=torch.int64, device=device)
         # One device tensor for the engine's life: captured steps read it, and copies to it are ordered by the stream.
         self._device_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._decode: tuple[tuple[int, Request, int], ...] = ()
+        self._reads = False  # whether one of them has to be read
         self._changed = True
         self._room = self._longest = 0  # tokens that every running row may grow by without a look at it, and a bound on the longest
         self._last = self._before = Batch()  # the last two planned
@@ -126,6 +131,17 @@ class Scheduler:
         """Requests that ended without a step."""
         done, self._finished_early = self._finished_early, []
         return done
+
+    def _worth_a_prefill(self) -> bool:
+        """Whether waiting requests should be admitted now, or once more slots are free.
+
+        A prefill of few tokens takes as long as one of ``FULL_PREFILL``: its weights are read once, and the host launches as much. So while others
+        decode, short prompts wait until there are enough of them, or until one slot in ``SLOTS_A_SLOT`` is free, which costs less than it saves.
+        """
+        free = min(len(self._free_slots), self.limit - len(self.running))
+        if self.prefilling or not self.running or free >= max(1, self.limit // SLOTS_A_SLOT) or len(self.waiting) <= free:
+            return True
+        return sum(map(tokens_known, islice(self.waiting, free))) >= FULL_PREFILL
 
     def _admit(self, budget: int) -> None:
         """Move waiting requests into free slots, in order; a sample whose prompt a sibling is still prefilling is passed over until that is done."""
@@ -208,7 +224,7 @@ class Scheduler:
             while not self._grow():
                 self._preempt(self.running[-1])
         budget = self.prefill_tokens
-        if self.waiting and self._free_slots:
+        if self.waiting and self._free_slots and self._worth_a_prefill():
             self._admit(budget - sum(tokens_known(r) - r.prefill_pos for r in self.prefilling))
         if self.prefilling:
             self._plan_chunks(batch, budget)
@@ -240,7 +256,7 @@ class Scheduler:
                 self._slot_array[i] = request.slot
         slots = self._slot_array[:n]
         self._committed.take(slots, 0, self._committed_rows[:n], "clip")  # any other mode makes a hidden array
-        done = self.pages.alloc_for_spec_decode(self.running, slots, self._committed_rows[:n], self.reserve)
+        done = self.pages.alloc_for_spec_decode(self.running, slots, self._committed_rows[:n], self.reserve, ahead=True)
         self._longest = int(np.maximum.reduce(self._committed_rows[:n]))
         self._room = self._room_left() if done else 0
         return done
@@ -257,6 +273,7 @@ class Scheduler:
             self._device_slots.copy_(buffer.cpu, non_blocking=True)
             buffer.mark()
             self._decode = tuple((r.slot, r, r.epoch) for r in self.running)
+            self._reads = any(r.read for r in self.running)
             self._changed = False
         batch.decode, batch.slots = self._decode, self._device_slots
         batch.max_len = min(self._longest, self.max_length) + self.reserve
@@ -309,7 +326,6 @@ class Scheduler:
             if finish != NON_FINITE:
                 request.counts.prefill_sampled += 1
                 request.output_ids.append(token)
-                request.provenance.append(-1)
                 if logprobs is not None:
                     request.logprobs += logprob_entries(logprobs[i], [token])
             if self._settle(request, 0 if finish == NON_FINITE else 1, finish):
@@ -322,6 +338,9 @@ class Scheduler:
         Most rows go on, their endings known to the device: for them this is one pass of a few operations, and what the step was is counted later,
         with the row's other steps (``Request.counts``). result [n, 6 + S + 1] int32.
         """
+        if decode is self._decode and not (self._changed or self._reads or logprobs is not None or result[:, FINISH].any()):
+            self._append(decode, result)
+            return []
         done, committed, total = [], self._committed_mem, 0
         for i, ((slot, request, epoch), (finish, accepted, code, tokens)) in enumerate(zip(decode, steps_of(result), strict=True)):
             if finish == DEAD or request.epoch != epoch or request.finish_reason is not None:
@@ -332,10 +351,8 @@ class Scheduler:
                 kept = int(result[i, KEPT])
             if count == 1 == kept:
                 request.output_ids.append(tokens[0])
-                request.provenance.append(0)
             else:
                 request.output_ids += tokens[:kept]
-                request.provenance += origins(accepted)[:kept]
             request.steps.append(code)
             total += kept
             if logprobs is not None:
@@ -346,6 +363,23 @@ class Scheduler:
                     done.append(request)
         self.decoded_tokens += total
         return done
+
+    def _append(self, decode: tuple[tuple[int, Request, int], ...], result: np.ndarray) -> None:
+        """Account a step in which every row goes on: the rows in it are those that run now, and none has to be read."""
+        n = len(decode)
+        counts = self._counts[:n]
+        np.add(result[:, ACCEPTED], 1, out=counts)
+        self._committed[self._slot_array[:n]] += counts
+        self.decoded_tokens += int(np.add.reduce(counts))
+        codes = step_code(result[:, ACCEPTED], result[:, DRAFT_DEPTH], result[:, CHILD_AT_END]).tolist()
+        if result.shape[1] == RESULT_COLUMNS + 1:
+            for (_, request, _), code, token in zip(decode, codes, result[:, RESULT_COLUMNS].tolist(), strict=True):
+                request.output_ids.append(token)
+                request.steps.append(code)
+        else:
+            for (_, request, _), code, count, tokens in zip(decode, codes, counts.tolist(), result[:, RESULT_COLUMNS:].tolist(), strict=True):
+                request.output_ids += tokens[:count]
+                request.steps.append(code)
 
     def _settle(self, request: Request, new_tokens: int, finish: int) -> bool:
         """Apply host-side endings (stop strings, long stop lists), then the device's; release the row when it ended."""
