@@ -1,11 +1,12 @@
 """Adaptive speculation beside every fixed num_steps and beside no draft: decode tokens per second on the embedded family.
 
-``python -m benchmarks adaptive [--only eagle,never] [--batches 1,8,64] [--tokens 192] [--repeats 3] [--json FILE] [--device cpu --dtype float32]``.
+``python -m benchmarks adaptive [--only eagle,never] [--batches 1,8,64] [--seconds 2] [--repeats 3] [--json FILE] [--device cpu --dtype float32]``.
 ``never`` is an EAGLE head of random weights, whose drafts are wrong: there adaptive speculation should cost next to nothing over no draft.
 
-One process. Each way has an engine of its own, and every engine runs the same rows in each repeat, the ways in turn, so that drift of the clock
-reaches all alike. Compiling kernels and capturing graphs are left out: engines run the rows before, adaptive ones at every num_steps in turn, and a
-repeat in which a graph was still captured is run again. Learning is not left out: an adaptive engine begins each repeat knowing nothing.
+One process. Each way of decoding has an engine of its own and an endless supply of the same rows, and the ways take turns of a few milliseconds, in a
+new random order each round, so that whatever slows the machine down for longer than that slows all of them. Compiling kernels and capturing graphs
+are left out: the engines warm up before, adaptive ones at every num_steps in turn, and a round in which a graph was still captured does not count.
+Learning is not left out: an adaptive engine begins each repeat knowing nothing.
 
 Boundary: drives the engine's public verbs; what a step costs is measured by the engine itself.
 """
@@ -16,6 +17,8 @@ import argparse
 import itertools
 import json
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,10 +37,9 @@ from specgen.models.target import Target
 from specgen.types import Prompt, Request, SamplingParams
 
 DRAFTERS = {"eagle": "auto", "never": "dummy"}  # load_format of the family's EAGLE head
-LEAST_ROWS = 64  # of a run, which otherwise is ``--waves`` batches' worth
 PROMPT_TOKENS = 256  # at most, so that a run needs one context bucket
-MOST_TRIES = 8  # of a run in which no graph may be captured
 PER_TOKEN_BYTES = 8192  # of KV, more than the family takes in any dtype
+WARM_ROUNDS = 40  # at most, until one passes in which no graph is captured
 
 
 class EveryDepth:
@@ -60,49 +62,51 @@ class EveryDepth:
 
 @dataclass
 class Way:
-    """One way of decoding: its engine and what its timed runs gave. ``choices``: of the last run, seconds by num_steps."""
+    """One way of decoding: its engine, its supply of rows, and what its turns of the repeat that runs gave."""
 
     name: str
     engine: Engine
-    speeds: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)
-    choices: dict[int, float] = field(default_factory=dict)
-    texts: list[list[int]] = field(default_factory=list)
+    rows: Iterator[Request]
+    done: list[Request] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
 
-    def run(self, rows: list[Request], controller: Any = None) -> bool:
-        """Run rows to their end and keep the figures; False, keeping none, when a graph was captured meanwhile."""
+    def begin(self, controller: Any) -> None:
+        """Begin a repeat."""
+        self.tokens, self.seconds, self.done = 0, 0.0, []
+        if self.engine.pacing is not None:
+            self.engine.pacing.report()  # what is untold belongs to the controller before
+            self.engine.pacing.controller = controller
+
+    @property
+    def capture_s(self) -> float:
+        """Seconds of graph captures so far."""
+        return self.engine.graphs.capture_seconds if self.engine.graphs else 0.0
+
+    def turn(self, seconds: float) -> tuple[int, float]:
+        """Step for so long, but four steps at least; the tokens and seconds of the calls that only decode, without the first, whose step before ran
+        long ago."""
         engine, times = self.engine, self.engine.times
+        while len(engine.scheduler.waiting) < 2 * engine.max_batch + 2:
+            engine.add(next(self.rows))
         if engine.pacing is not None:
-            engine.pacing.controller = controller or AdaptiveController(engine.num_steps)
-        captured = engine.graphs.capture_seconds if engine.graphs else 0.0
-        tokens, seconds = times.decode_tokens, times.decode_seconds
-        engine.run(rows)
-        if engine.graphs and engine.graphs.capture_seconds != captured:
-            return False
-        self.texts = [row.output_ids for row in rows]
-        if controller is None:
-            self.seconds.append(times.decode_seconds - seconds)
-            self.speeds.append((times.decode_tokens - tokens) / self.seconds[-1])
-            steps = sum(row.counts.verify_steps for row in rows)
-            self.lengths.append(1 + sum(sum(row.counts.accepted) for row in rows) / steps if steps else 1.0)
-            self.choices = {n: 0.0 for n in range(engine.num_steps + 1)} if engine.pacing else {}
-            for choice in engine.adaptive_report():
-                self.choices[choice["num_steps"]] += choice["seconds"]
-        return True
+            engine.pacing.pause()
+        self.done += engine.step()
+        tokens, spent, steps, end = times.decode_tokens, times.decode_seconds, times.steps, time.perf_counter() + seconds
+        while time.perf_counter() < end or times.steps < steps + 4:
+            self.done += engine.step()
+        return times.decode_tokens - tokens, times.decode_seconds - spent
 
 
-def rows_of(count: int, tokens: int) -> list[Request]:
-    """``count`` rows from the family's prompts, each time a little shorter, that generate exactly ``tokens`` tokens."""
+def rows_of(tokens: int) -> Iterator[Request]:
+    """Rows without end from the family's prompts, each time a little shorter, that generate exactly ``tokens`` tokens."""
     tokenizer = load_tokenizer(str(FAMILY / "target"))
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in (FAMILY / "prompts.jsonl").read_text().splitlines()]
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    rows = []
-    for i in range(count):
+    for i in itertools.count():
         ids = prompts[i % len(prompts)]
-        length = max(2, min(PROMPT_TOKENS, len(ids)) - 2 * (i // len(prompts)))
-        rows.append(Request(Prompt(index=i, id=i, key=i, token_ids=ids[:length]), params))
-    return rows
+        length = max(2, min(PROMPT_TOKENS, len(ids)) - 2 * (i // len(prompts) % 16))
+        yield Request(Prompt(index=i, id=i, key=i, token_ids=ids[:length]), params)
 
 
 def ways_of(target: Target, model: ModelConfig, drafter: str, batch: int, tokens: int, max_steps: int) -> list[Way]:
@@ -113,63 +117,86 @@ def ways_of(target: Target, model: ModelConfig, drafter: str, batch: int, tokens
     head: dict[str, Any] = {"method": "eagle", "path": str(FAMILY / "eagle"), "load_format": DRAFTERS[drafter]}
     drafts |= {str(steps): DraftConfig(num_steps=steps, **head) for steps in range(1, max_steps + 1)}
     drafts["adaptive"] = DraftConfig(num_steps=max_steps, adaptive=True, **head)
-    return [Way(name, Engine(target, load_drafter(draft, model, target), config, draft)) for name, draft in drafts.items()]
+    return [Way(name, Engine(target, load_drafter(draft, model, target), config, draft), rows_of(tokens)) for name, draft in drafts.items()]
 
 
-def run_without_captures(way: Way, rows: int, tokens: int, controller: Any = None) -> None:
-    """Run the rows, again and again while graphs are still captured in the run."""
-    for _ in range(MOST_TRIES):
-        if way.run(rows_of(rows, tokens), controller):
-            return
-    raise SystemExit(f"benchmarks: {way.name}: graphs are still captured after {MOST_TRIES} runs; more --tokens or --waves leave fewer for later")
+def round_of(ways: list[Way], seconds: float) -> bool:
+    """A turn of every way, in random order; False, counting nothing, when one of them captured a graph."""
+    before = [way.capture_s for way in ways]
+    found = [(way, *way.turn(seconds)) for way in random.sample(ways, len(ways))]
+    if before != [way.capture_s for way in ways]:
+        return False
+    for way, tokens, spent in found:
+        way.tokens += tokens
+        way.seconds += spent
+    return True
 
 
 def measure(target: Target, model: ModelConfig, drafter: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One drafter and batch: the median decode tokens per second of each way, and adaptive's ratios, medians over the repeats."""
-    rows = max(LEAST_ROWS, options.waves * batch) if options.rows is None else options.rows
+    """One drafter and batch: decode tokens per second of each way, medians over the repeats, and adaptive's ratios in each of them."""
     ways = ways_of(target, model, drafter, batch, options.tokens, options.max_steps)
+    turn, speeds, dropped = options.turn_ms / 1000, list[dict[str, float]](), 0
     for way in ways:
-        run_without_captures(way, rows, options.tokens, EveryDepth(way.engine.num_steps))
-    order, shuffle = list(ways), random.Random(0)
+        way.begin(EveryDepth(way.engine.num_steps))
+    warm = sum(round_of(ways, options.warm_seconds / 4) for _ in range(4))
+    for _ in range(WARM_ROUNDS):
+        if warm:
+            break
+        warm += round_of(ways, options.warm_seconds / 4)
+    shares: dict[int, float] = {}
+    lengths: dict[str, float] = {}
     for _ in range(options.repeats):
-        shuffle.shuffle(order)
-        for way in order:
-            with no_collection():
-                run_without_captures(way, rows, options.tokens)
-    by_name = {way.name: way for way in ways}
+        for way in ways:
+            way.begin(AdaptiveController(way.engine.num_steps))
+        while min(way.seconds for way in ways) < options.seconds:
+            dropped += not round_of(ways, turn)
+        speeds.append({way.name: way.tokens / way.seconds for way in ways})
+        lengths = {way.name: acceptance_length(way.done) for way in ways}
+        for choice in ways[-1].engine.adaptive_report():
+            shares[choice["num_steps"]] = shares.get(choice["num_steps"], 0.0) + choice["seconds"]
     if model.dtype == "float32":
-        assert all(way.texts == ways[0].texts for way in ways), "the text is the same however it was drafted"
-    found = summary(by_name, {"drafter": drafter, "batch": batch, "rows": rows, "tokens": options.tokens, "dtype": model.dtype})
+        texts = [{row.prompt.index: row.output_ids for row in way.done} for way in ways]
+        common = set.intersection(*(set(text) for text in texts))
+        assert all(text[i] == texts[0][i] for text in texts for i in common), "the text is the same however it was drafted"
     for way in ways:
         way.engine.close()
-    return found
-
-
-def summary(ways: dict[str, Way], params: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one drafter and batch."""
-    adaptive, none = ways["adaptive"], ways["none"]
-    best = max((way for name, way in ways.items() if name not in ("none", "adaptive")), key=lambda way: median(way.speeds))
-    shares = {steps: seconds / max(sum(adaptive.choices.values()), 1e-9) for steps, seconds in adaptive.choices.items()}
-    return params | {
-        "tokens_per_s": {name: median(way.speeds) for name, way in ways.items()},
-        "acceptance_length": {name: median(way.lengths) for name, way in ways.items()},
-        "best_fixed": best.name,
-        "adaptive_to_best_fixed": median(a / b for a, b in zip(adaptive.speeds, best.speeds, strict=True)),
-        "adaptive_to_none": median(a / b for a, b in zip(adaptive.speeds, none.speeds, strict=True)),
-        "adaptive_shares": {str(steps): share for steps, share in shares.items() if share},
-        "adaptive_run_s": median(adaptive.seconds),
-        "repeats": len(adaptive.speeds),
+    middle = {way.name: median(each[way.name] for each in speeds) for way in ways}
+    best = max((name for name in middle if name not in ("none", "adaptive")), key=middle.__getitem__)
+    to = {name: [each["adaptive"] / each[name] for each in speeds] for name in (best, "none")}
+    whole = sum(shares.values()) or 1.0
+    return {
+        "drafter": drafter,
+        "batch": batch,
+        "tokens": options.tokens,
+        "dtype": model.dtype,
+        "seconds": options.seconds,
+        "tokens_per_s": middle,
+        "acceptance_length": lengths,
+        "best_fixed": best,
+        "adaptive_to_best_fixed": median(to[best]),
+        "adaptive_to_none": median(to["none"]),
+        "repeats": {"adaptive_to_best_fixed": to[best], "adaptive_to_none": to["none"]},
+        "adaptive_shares": {str(steps): share / whole for steps, share in sorted(shares.items()) if share},
+        "rounds_with_a_capture": dropped,
     }
+
+
+def acceptance_length(rows: list[Request]) -> float:
+    """Tokens a step of the rows committed, over the steps that had a draft."""
+    steps = sum(row.counts.verify_steps for row in rows)
+    return 1 + sum(sum(row.counts.accepted) for row in rows) / steps if steps else 1.0
 
 
 def show(found: dict[str, Any]) -> None:
     """Print the figures of one drafter and batch."""
-    print(f"drafter {found['drafter']}, batch {found['batch']}: {found['rows']} rows of {found['tokens']} tokens, {found['dtype']}")
+    repeats = found["repeats"]
+    print(f"drafter {found['drafter']}, batch {found['batch']}: rows of {found['tokens']} tokens, {found['dtype']}, {found['seconds']} s a way")
     for name, speed in found["tokens_per_s"].items():
         print(f"  {name:>8} {speed:10.1f} tokens/s   acceptance length {found['acceptance_length'][name]:.2f}")
+    for name, title in (("adaptive_to_best_fixed", f"best fixed ({found['best_fixed']})"), ("adaptive_to_none", "none")):
+        print(f"  adaptive / {title} {found[name]:.3f}   repeats {', '.join(f'{ratio:.3f}' for ratio in repeats[name])}")
     shares = ", ".join(f"{steps}: {100 * share:.0f}%" for steps, share in found["adaptive_shares"].items())
-    print(f"  adaptive / best fixed ({found['best_fixed']}) {found['adaptive_to_best_fixed']:.3f}   adaptive / none {found['adaptive_to_none']:.3f}")
-    print(f"  adaptive spent its {found['adaptive_run_s']:.2f} s of decoding at num_steps {shares}", flush=True)
+    print(f"  adaptive decoded at num_steps {shares}; rounds with a capture: {found['rounds_with_a_capture']}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -178,8 +205,9 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--only", default=",".join(DRAFTERS), help="drafters, separated by commas")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--tokens", type=int, default=192, help="tokens a row generates (192)")
-    parser.add_argument("--waves", type=int, default=24, help=f"batches' worth of rows in a run (24), {LEAST_ROWS} rows at least")
-    parser.add_argument("--rows", type=int, help="rows in a run, instead of --waves")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of decoding, each way in each repeat (2)")
+    parser.add_argument("--warm-seconds", type=float, default=2.0, help="of each way before (2)")
+    parser.add_argument("--turn-ms", type=float, default=10.0, help="length of a turn (10)")
     parser.add_argument("--max-steps", type=int, default=6, help="the largest num_steps, also adaptive's (6)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda:0")
@@ -190,9 +218,11 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     model = ModelConfig(dtype=options.dtype, device=device)
     target = load_target(model, device, options.dtype)
     found = []
+    random.seed(0)
     for drafter in options.only.split(","):
         for batch in map(int, options.batches.split(",")):
-            found.append(measure(target, model, drafter, batch, options))
+            with no_collection():
+                found.append(measure(target, model, drafter, batch, options))
             show(found[-1])
             if device != "cpu":
                 torch.cuda.empty_cache()

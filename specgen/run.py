@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from specgen import stuck
@@ -198,7 +199,7 @@ class _Run:
         job = Job(engine, replace(config, data=self.data), self.loaded.tokenizer, params_from_config(config.sampling))
         total = count_rows(self.data)
         bar = tqdm(total=total and total * config.sampling.n, unit="row", file=sys.stderr, disable=None, initial=len(writer.finished))
-        with closing(bar):
+        with closing(bar), torch.inference_mode():  # once, and not in every step
             for completion in job.run(prompts_of(config, self.data, self.loaded, self.task), self._skip, self._stop):
                 writer.append(completion)
                 totals = job.totals
@@ -303,7 +304,7 @@ def scores(folder: Path, task: Task | None) -> dict[str, Any]:
 
 def _figures(job: Job, engine: Engine, start_s: float, load_s: float = 0.0) -> tuple[dict[str, Any], dict[str, Any]]:
     totals, times, clock = job.totals, engine.times, engine.clock
-    clock.collect(wait=True)
+    clock.collect()
     throughput = throughput_figures(
         output_tokens=totals.output_tokens,
         wall_s=totals.ended - totals.started,

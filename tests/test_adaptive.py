@@ -543,6 +543,19 @@ def test_the_choice_follows_the_batch_as_it_drains() -> None:
         assert speed(compute_bound, rates, bucket, chosen) > 0.97 * best, bucket
 
 
+def test_an_s_that_looked_a_little_worse_than_it_is_is_timed_again() -> None:
+    """Whatever slowed the machine down while the best S was first timed: S = 2 is the best here, by one percent over S = 3."""
+    shares = []
+    for seed in range(4):
+        seen = itertools.count()
+        slow = lambda bucket, steps: memory_bound(bucket, steps) * (1.03 if steps == 2 and next(seen) < 30 else 1.0)  # noqa: E731, B023
+        device = Device(AdaptiveController(6), slow, [0.5] * 6, seed=seed)
+        device.run(3000, 8)
+        spent = device.run(2000, 8)
+        shares.append(spent.get(2, 0.0) / sum(spent.values()))
+    assert sum(shares) > 0.6 * len(shares)
+
+
 def test_a_new_bucket_or_context_begins_with_what_the_others_taught() -> None:
     """Also where the largest num_steps was left before its cost was known, as after steps beside prefills."""
     controller = AdaptiveController(6)

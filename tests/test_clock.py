@@ -47,13 +47,13 @@ class Mark:
         return later.at - self.at
 
 
-def launch(device: Device, clock: DeviceClock, decode_ms: float, prefill_ms: float) -> None:
+def launch(device: Device, clock: DeviceClock, decode_ms: float, prefill_ms: float) -> int:
     clock.begin()
     device.now += decode_ms
     if decode_ms and prefill_ms:
         clock.between()
     device.now += prefill_ms
-    clock.end(decode_ms > 0, prefill_ms > 0)
+    return clock.end(decode_ms > 0, prefill_ms > 0)
 
 
 def test_the_parts_of_each_launch_are_summed_and_the_gaps_are_not() -> None:
@@ -67,20 +67,32 @@ def test_the_parts_of_each_launch_are_summed_and_the_gaps_are_not() -> None:
     assert (clock.decode_s, clock.prefill_s, device.waits) == (0.014, 0.018, 0)
 
 
-def test_a_launch_is_read_once_the_device_has_finished_it_and_never_waited_for() -> None:
+def test_a_launch_is_read_when_it_is_asked_for_and_the_later_ones_are_not_waited_for() -> None:
     device = Device()
     clock = DeviceClock(4, device.mark)
-    for _ in range(3):
-        launch(device, clock, 10, 0)
+    numbers = [launch(device, clock, 10, 0) for _ in range(3)]
     device.done = 15
-    clock.collect()
+    clock.collect(numbers[0])
     assert clock.decode_s == 0.010
     device.done = 30
-    clock.collect()
+    clock.collect(numbers[2])
     assert clock.decode_s == 0.030 and device.waits == 0
     launch(device, clock, 10, 0)
-    clock.collect(wait=True)
+    clock.collect()
     assert clock.decode_s == 0.040 and device.waits == 1
+
+
+def test_a_mark_that_stands_at_the_end_already_is_taken_for_it() -> None:
+    device = Device()
+    clock, landed = DeviceClock(2, device.mark), [device.mark(), device.mark()]
+    for place in range(4):
+        clock.begin()
+        device.now += 3
+        landed[place % 2].record()
+        device.now += 50
+        clock.end(True, False, landed[place % 2])
+    clock.collect()
+    assert clock.decode_s == pytest.approx(0.012)
 
 
 def test_a_caller_that_never_collects_waits_for_the_oldest_only() -> None:
@@ -89,7 +101,7 @@ def test_a_caller_that_never_collects_waits_for_the_oldest_only() -> None:
     for _ in range(5):
         launch(device, clock, 1, 0)
     assert (clock.decode_s, device.waits) == (0.003, 3)
-    clock.collect(wait=True)
+    clock.collect()
     assert clock.decode_s == 0.005
 
 
@@ -103,7 +115,7 @@ def test_a_launch_that_broke_off_or_is_left_out_counts_nothing() -> None:
     device.now += 70
     clock.end(False, False)
     launch(device, clock, 4, 0)
-    clock.collect(wait=True)
+    clock.collect()
     assert (clock.decode_s, clock.prefill_s) == (0.007, 0.0)
 
 
@@ -127,7 +139,7 @@ def test_a_jobs_device_time_is_part_of_its_wall_time(device: str, overlap: str) 
         decode_s, prefill_s = engine.clock.decode_s, engine.clock.prefill_s
         begin = time.perf_counter()
         engine.run([Request(Prompt(i, i, [1, *range(40, 60 + i)], key=i), SamplingParams(max_tokens=48, ignore_eos=True)) for i in range(6)])
-        engine.clock.collect(wait=True)
+        engine.clock.collect()
         wall_s = time.perf_counter() - begin
     decode_s, prefill_s = engine.clock.decode_s - decode_s, engine.clock.prefill_s - prefill_s
     print(f"\n{device} overlap {overlap}: decode {decode_s:.4f} s, prefill {prefill_s:.4f} s of {wall_s:.4f} s")

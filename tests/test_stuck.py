@@ -48,7 +48,7 @@ class Looked:
         self.flights = []
         for event in self.events:
             buffer = CpuGpuBuffer(1, dtype=torch.int32, device=self.device)
-            buffer._event = event  # type: ignore[assignment]
+            buffer.event = event  # type: ignore[assignment]
             self.flights.append(InFlight(Batch(decode=tuple((1 + r.prompt.index, r, 0) for r in requests)), [], buffer, None))
 
     def launched(self) -> list[InFlight]:
@@ -199,7 +199,7 @@ def hanging(self, flight):
     global steps
     steps += 1
     if steps == 8:
-        flight.decode_result._event = Never()
+        flight.decode_result.event = Never()
     return retire(self, flight)
 
 Engine.retire = hanging

@@ -23,6 +23,7 @@ BURST = 4  # steps of a probe
 PROBE_SHARE = 0.005  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
 GAIN = 1.01  # how much better a choice must be to replace the current one
+CLOSE = 1.04  # how much better the current choice must be for another not to be timed again
 SURE_GAIN = 1.1  # ... when it has never been timed here
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
@@ -141,7 +142,7 @@ class Costs:
         """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``."""
         times = self._times.get((key, num_steps))
         if times is None:
-            times, seconds = self._times.setdefault((key, num_steps), deque(maxlen=9)), seconds[1:]
+            times, seconds = self._times.setdefault((key, num_steps), deque(maxlen=33)), seconds[1:]
         times.extend(seconds)
         if seconds and len(times) > 2:
             self._known.setdefault(key, {})[num_steps] = quartile(times)
@@ -302,6 +303,10 @@ class AdaptiveController:
         # What may be better: no draft at three quarters of its known or estimated cost, one step more, never timed, at no cost at all.
         wanted = [0] if 1.33 * rates[0] > rates[place.home] or not self.costs.ever(0) else []
         wanted += [more] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
+        # And what is nearly as good, lest the few steps it was timed in misled.
+        near = [steps for steps in (place.home - 1, more) if 0 < steps != place.home and steps in known]
+        close = [steps for steps in near if CLOSE * rates[steps] > rates[place.home]]
+        wanted += sorted(close, key=lambda steps: place.looked.get(steps, 0.0))
         for steps in wanted:
             loss = max(0.05 * now, cost(key, steps) - now * tokens(steps) / tokens(place.home))
             price = 4 * BURST * loss if steps in known else BURST * loss + self.capture_s  # a second look, lest the first one misled, comes later

@@ -23,7 +23,8 @@ class CpuGpuBuffer:
     last copy.
     """
 
-    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device, timing: bool = False) -> None:
+        """``timing``: ``event`` can be asked for the time, too."""
         if dtype == torch.bfloat16:
             raise TypeError("CpuGpuBuffer: NumPy has no bfloat16; use float32")
         cuda = device.type == "cuda"
@@ -31,7 +32,7 @@ class CpuGpuBuffer:
         self.np: Any = self.cpu.numpy()
         self.mem = memoryview(cast(Any, self.np))
         self.gpu: Tensor = torch.zeros(shape, dtype=dtype, device=device) if cuda else self.cpu
-        self._event = torch.cuda.Event() if cuda else None
+        self.event = torch.cuda.Event(enable_timing=timing) if cuda else None  # of the last copy
         self._slices: dict[int, tuple[Tensor, Tensor]] = {}
         self._source: Tensor | None = None  # of the last ``fetch``, mostly the same one for ever, and its slices
         self._source_slices: dict[int, Tensor] = {}
@@ -48,17 +49,17 @@ class CpuGpuBuffer:
     def copy_to_gpu(self, n: int | None = None) -> Tensor:
         """Enqueue the copy of the first ``n`` entries (all when None) and return that device slice."""
         host, device = (self.cpu, self.gpu) if n is None else self._first(n)
-        if self._event is not None:
+        if self.event is not None:
             device.copy_(host, non_blocking=True)
-            self._event.record()
+            self.event.record()
         return device
 
     def copy_to_cpu(self, n: int | None = None) -> None:
         """Enqueue the copy of the first ``n`` device entries to the host; read ``np`` only after ``wait()``."""
-        if self._event is not None:
+        if self.event is not None:
             host, device = (self.cpu, self.gpu) if n is None else self._first(n)
             host.copy_(device, non_blocking=True)
-            self._event.record()
+            self.event.record()
 
     def fetch(self, source: Tensor, n: int) -> None:
         """Enqueue the copy of the first ``n`` entries of a device tensor of this shape to the host side."""
@@ -74,24 +75,24 @@ class CpuGpuBuffer:
 
     def mark(self) -> None:
         """Guard copies that the caller enqueued itself (slices of several rows), as ``copy_to_gpu`` guards its own."""
-        if self._event is not None:
-            self._event.record()
+        if self.event is not None:
+            self.event.record()
 
     def wait(self) -> None:
         """Block until the last copy, in either direction, has landed."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
     def landed(self) -> bool:
         """Whether the last copy has landed, asked without waiting."""
-        return self._event is None or bool(self._event.query())
+        return self.event is None or bool(self.event.query())
 
 
 class BufferRing:
     """``depth`` buffers of one shape, used in turn, so that the host can fill one while copies of earlier ones are in flight."""
 
-    def __init__(self, depth: int, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffers = [CpuGpuBuffer(*shape, dtype=dtype, device=device) for _ in range(depth)]
+    def __init__(self, depth: int, *shape: int, dtype: torch.dtype, device: torch.device, timing: bool = False) -> None:
+        self._buffers = [CpuGpuBuffer(*shape, dtype=dtype, device=device, timing=timing) for _ in range(depth)]
         self._next = 0
 
     def take(self) -> CpuGpuBuffer:

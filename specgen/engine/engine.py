@@ -126,10 +126,12 @@ class Engine:
         self.awaited: InFlight | None = None  # the last step that ``retire`` was given
         self.borders = 0  # begins and ends of ``step``: odd inside one
         self.times = StepTimes()
-        self.clock = DeviceClock(self.overlap + 3, mark_of(self.device))
+        self.clock = DeviceClock(self.overlap + 2, mark_of(self.device))
         self.checks = IndexChecks(self.device) if engine.check_indices else None
         self.batch_cuts: list[int] = []  # row limits after each time the device ran out of memory
-        self._results = BufferRing(self.overlap + 2, max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
+        # One buffer a launch that the clock may have to read: the copy's event is the end of most launches.
+        shape: tuple[int, ...] = (max_batch, RESULT_COLUMNS + self.num_steps + 1)
+        self._results = BufferRing(self.overlap + 2, *shape, dtype=torch.int32, device=self.device, timing=True)
         self._result = torch.zeros(max_batch, RESULT_COLUMNS + self.num_steps + 1, dtype=torch.int32, device=self.device)
         self._scratch_slots = torch.zeros(max_batch, dtype=torch.int64, device=self.device)
         use_graphs = self.device.type == "cuda" and engine.cuda_graphs != "off"
@@ -231,6 +233,7 @@ class Engine:
         """True while a request is unfinished or a step is in flight."""
         return self.scheduler.has_work or bool(self.in_flight)
 
+    @torch.inference_mode()
     def run(self, requests: Sequence[Request]) -> list[Request]:
         """Run requests to their end; returns them in completion order."""
         for request in requests:
@@ -261,9 +264,14 @@ class Engine:
 
     # -- launch: tensors only -------------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> InFlight:
-        """Enqueue a step: decode rows, then prompt chunks, then the copies of their results."""
+        """Enqueue a step: decode rows, then prompt chunks, then the copies of their results. In inference mode, which a loop of steps enters once."""
+        if torch.is_inference_mode_enabled():
+            return self._launch(batch)
+        with torch.inference_mode():
+            return self._launch(batch)
+
+    def _launch(self, batch: Batch) -> InFlight:
         flight = InFlight(batch, [], None, None)
         self.clock.begin()
         captured = self._capture_seconds
@@ -281,7 +289,9 @@ class Engine:
                 self.clock.between()
             self._launch_prefill(batch.chunks, flight)
         timed = self._capture_seconds == captured  # capturing is the host's work
-        self.clock.end(timed and bool(batch.decode), timed and bool(batch.chunks))
+        alone = flight.decode_result if flight.decode_logprobs is None and not batch.chunks else None
+        landed = None if alone is None or self.device.type != "cuda" else alone.event  # the copy of the results is the launch's end
+        flight.launches = self.clock.end(timed and bool(batch.decode), timed and bool(batch.chunks), landed)
         if flight.decode_result is None and flight.prefill_result is None and self.device.type == "cuda":
             flight.marker = torch.cuda.Event()
             flight.marker.record()
@@ -489,7 +499,8 @@ class Engine:
             n = len(flight.finals)
             flight.prefill_result.wait()
             done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], read(flight.prefill_logprobs, n))
-        self.clock.collect()
+        if flight.decode_result is not None or flight.prefill_result is not None:
+            self.clock.collect(flight.launches)
         if self.grammar is not None:
             for request in done:
                 self.grammar.release(request)

@@ -27,6 +27,7 @@ class InFlight:
     prefill_result: CpuGpuBuffer | None
     decode_logprobs: CpuGpuBuffer | None = None
     prefill_logprobs: CpuGpuBuffer | None = None
+    launches: int = 0  # that the engine's clock has read once it has read this one
     marker: torch.cuda.Event | None = None  # the end of a step without results, a prompt's middle
 
     def landed(self) -> bool:

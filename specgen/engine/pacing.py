@@ -71,6 +71,10 @@ class Pacing:
         """A call of ``Engine.step`` began at ``now``."""
         self._start = now
 
+    def pause(self) -> None:
+        """The engine stood still for a while: the time until the next step is retired says nothing."""
+        self._steady = False
+
     def plan(self, batch: Batch) -> None:
         """Set the num_steps of a batch and what its drafter has to follow first."""
         if batch.decode is not self._decode or batch.max_len > self._key[1]:
