@@ -109,13 +109,13 @@ def rows_of(tokens: int) -> Iterator[Request]:
         yield Request(Prompt(index=i, id=i, key=i, token_ids=ids[:length]), params)
 
 
-def ways_of(target: Target, model: ModelConfig, drafter: str, batch: int, tokens: int, max_steps: int) -> list[Way]:
-    """An engine for no draft, for each fixed num_steps and for adaptive speculation."""
+def ways_of(target: Target, model: ModelConfig, drafter: str, batch: int, tokens: int, fixed: list[int], max_steps: int) -> list[Way]:
+    """An engine for no draft, for each ``fixed`` num_steps and for adaptive speculation of up to ``max_steps``."""
     memory = batch * (tokens + 512) * PER_TOKEN_BYTES / 2**30
     config = EngineConfig(max_batch=batch, kv_memory_gb=memory)
     drafts = {"none": DraftConfig(method="none")}
     head: dict[str, Any] = {"method": "eagle", "path": str(FAMILY / "eagle"), "load_format": DRAFTERS[drafter]}
-    drafts |= {str(steps): DraftConfig(num_steps=steps, **head) for steps in range(1, max_steps + 1)}
+    drafts |= {str(steps): DraftConfig(num_steps=steps, **head) for steps in fixed}
     drafts["adaptive"] = DraftConfig(num_steps=max_steps, adaptive=True, **head)
     return [Way(name, Engine(target, load_drafter(draft, model, target), config, draft), rows_of(tokens)) for name, draft in drafts.items()]
 
@@ -134,7 +134,8 @@ def round_of(ways: list[Way], seconds: float) -> bool:
 
 def measure(target: Target, model: ModelConfig, drafter: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """One drafter and batch: decode tokens per second of each way, medians over the repeats, and adaptive's ratios in each of them."""
-    ways = ways_of(target, model, drafter, batch, options.tokens, options.max_steps)
+    fixed = [*map(int, options.fixed.split(","))] if options.fixed else [*range(1, options.max_steps + 1)]
+    ways = ways_of(target, model, drafter, batch, options.tokens, fixed, options.max_steps)
     turn, speeds, dropped = options.turn_ms / 1000, list[dict[str, float]](), 0
     for way in ways:
         way.begin(EveryDepth(way.engine.num_steps))
@@ -209,6 +210,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--warm-seconds", type=float, default=2.0, help="of each way before (2)")
     parser.add_argument("--turn-ms", type=float, default=10.0, help="length of a turn (10)")
     parser.add_argument("--max-steps", type=int, default=6, help="the largest num_steps, also adaptive's (6)")
+    parser.add_argument("--fixed", help="the fixed num_steps to set beside it, separated by commas (all)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
