@@ -85,9 +85,10 @@ def a_script(seed: int, most: int, length: int = 40) -> list[int]:
 # -- the text ---------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page", "overlap", "batch"), [(1, 0, 8), (4, 1, 3), (4, 0, 2), (1, 1, 8)])
+@pytest.mark.parametrize(
+    ("page", "overlap", "batch", "sampling"), [(1, 0, 8, None), (4, 1, 3, None), (4, 0, 2, SAMPLED), (4, 1, 3, SAMPLED), (1, 1, 8, SAMPLED)]
+)
 @pytest.mark.parametrize(("target", "draft", "topk"), CHAINS + OTHERS)
-@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["T=0", "T=0.8"])
 def test_no_schedule_of_num_steps_changes_the_text(
     target: str, draft: str, topk: int, page: int, overlap: int, batch: int, sampling: SamplingParams | None
 ) -> None:

@@ -198,12 +198,12 @@ def test_step_latency_takes_the_steps_it_was_asked_for() -> None:
 
 def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "adaptive.json"
-    size = ["--batches", "2", "--tokens", "12", "--max-steps", "2", "--repeats", "2", "--seconds", "0.2", "--warm-seconds", "0.1"]
+    size = ["--batches", "2", "--tokens", "12", "--max-steps", "2", "--repeats", "2", "--seconds", "0.1", "--warm-seconds", "0.05"]
     main(["adaptive", "--device", "cpu", "--dtype", "float32", *size, "--json", str(file)])
     eagle, never = json.loads(file.read_text())
     for found in (eagle, never):
         assert list(found["tokens_per_s"]) == ["none", "1", "2", "adaptive"] and all(speed > 0 for speed in found["tokens_per_s"].values())
-        assert (found["batch"], found["tokens"], found["seconds"], found["rounds_with_a_capture"]) == (2, 12, 0.2, 0)
+        assert (found["batch"], found["tokens"], found["seconds"], found["rounds_with_a_capture"]) == (2, 12, 0.1, 0)
         assert found["best_fixed"] in ("1", "2") and found["adaptive_to_best_fixed"] > 0 < found["adaptive_to_none"]
         assert all(len(ratios) == 2 and min(ratios) <= found[name] <= max(ratios) for name, ratios in found["repeats"].items())
         assert sum(found["adaptive_shares"].values()) == pytest.approx(1)

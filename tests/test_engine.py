@@ -381,8 +381,7 @@ def test_more_rows_than_slots_are_run_in_the_order_they_came() -> None:
     assert [r.prompt.id for r in engine.run(rows)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("prompt", [3, 60, 120])
-@pytest.mark.parametrize("draft", [None, "draft_model:draft_half"])
+@pytest.mark.parametrize(("prompt", "draft"), [(3, None), (60, None), (120, None), (3, "draft_model:draft_half")])
 def test_short_prompts_are_prefilled_together_and_long_ones_at_once(prompt: int, draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 48 rows three slots may stay empty for it, never while nothing runs, nor when no more prompts are to come."""
     lengths = [5 + 7 * (i * i % 11) for i in range(120)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
 from specgen.engine.engine import Engine
 from specgen.types import Prompt, Request, SamplingParams
-from tests.harness import drive, engine_of
+from tests.harness import Run, drive, engine_of
 from tests.toys import expected_rand
 
 PROMPTS = [row["prompt_ids"] for row in expected_rand()]
@@ -39,12 +40,17 @@ def prefilled(lengths: Sequence[int], n: int, page: int) -> int:
     return sum(n * length - (n - 1) * ((length - 1) // page * page) for length in lengths)
 
 
+@cache
+def apart_of(draft: str | None, topk: int, steps: int) -> Run:
+    """Samples that share nothing."""
+    return drive(engine_of("rand_target", draft, topk=topk, steps=steps, page=4, batch=24), samples(PROMPTS, LAW, together=False))
+
+
 @pytest.mark.parametrize(("draft", "topk", "steps"), DRAFTS)
 @pytest.mark.parametrize(("page", "overlap", "chunk"), [(4, 0, 2048), (1, 1, 2048), (4, 1, 7), (16, 1, 2048)])
 def test_samples_share_full_pages_and_write_the_same_text(draft: str | None, topk: int, steps: int, page: int, overlap: int, chunk: int) -> None:
-    options = dict(topk=topk, steps=steps, page=page, batch=24)
-    apart = drive(engine_of("rand_target", draft, **options), samples(PROMPTS, LAW, together=False))  # type: ignore[arg-type]
-    shared = drive(engine_of("rand_target", draft, **options, overlap=overlap, chunk=chunk), samples(PROMPTS, LAW))  # type: ignore[arg-type]
+    apart, options = apart_of(draft, topk, steps), dict(topk=topk, steps=steps, page=page, batch=24, overlap=overlap, chunk=chunk)
+    shared = drive(engine_of("rand_target", draft, **options), samples(PROMPTS, LAW))  # type: ignore[arg-type]
     assert shared.ids == apart.ids and shared.counts == apart.counts and shared.accepted == apart.accepted
     lengths = [len(p) for p in PROMPTS]
     assert apart.engine.scheduler.prefilled_tokens == 3 * sum(lengths)

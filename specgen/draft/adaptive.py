@@ -151,6 +151,11 @@ class Costs:
         """The measured costs of a key."""
         return self._known.get(key, {})
 
+    @property
+    def shaped(self) -> bool:
+        """Whether two S have been measured somewhere, so that the others can be estimated."""
+        return any(len(known) > 1 for known in self._known.values())
+
     def ever(self, num_steps: int) -> bool:
         """Whether this S has been measured anywhere."""
         return any(num_steps in known for known in self._known.values())
@@ -301,7 +306,9 @@ class AdaptiveController:
         tokens, now = self.acceptance.expected, cost(key, place.home)
         more = min(place.home + 1, self.max_steps)
         # What may be better: no draft at three quarters of its known or estimated cost, one step more, never timed, at no cost at all.
-        wanted = [0] if 1.33 * rates[0] > rates[place.home] or not self.costs.ever(0) else []
+        wanted = [0] if 1.33 * rates[0] > rates[place.home] else []
+        if not self.costs.shaped:
+            wanted = [place.home // 2]  # a second point, from which the others' costs are estimated
         wanted += [more] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
         # And what is nearly as good, lest the few steps it was timed in misled.
         near = [steps for steps in (place.home - 1, more) if 0 < steps != place.home and steps in known]
@@ -310,7 +317,8 @@ class AdaptiveController:
         for steps in wanted:
             loss = max(0.05 * now, cost(key, steps) - now * tokens(steps) / tokens(place.home))
             price = 4 * BURST * loss if steps in known else BURST * loss + self.capture_s  # a second look, lest the first one misled, comes later
-            if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.ever(0):
+            price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
+            if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
                 place.looked[steps] = place.seconds
                 return BURST, steps, False
         return 0, 0, False
