@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specgen.engine.scheduler import Scheduler
 from specgen.types import Request, SamplingParams
 from tests.harness import Run, drive, engine_of, requests_of, run
 from tests.oracles import endless_text, follow, plain, tally_chain
@@ -107,6 +108,26 @@ def test_any_mixture_of_rows_under_any_settings_is_what_plain_decoding_gives(see
         assert ours.output_ids == theirs.output_ids
         assert (ours.finish_reason, ours.stop_reason, ours.error) == (theirs.finish_reason, theirs.stop_reason, theirs.error)
         assert result.engine.text.final(ours) == plain_run.engine.text.final(theirs)
+
+
+@pytest.mark.parametrize(("draft", "topk"), [(None, 1), ("draft_model:rand_draft", 1), ("eagle:eagle1_stirred", 2)])
+@pytest.mark.parametrize(("overlap", "pages"), [(0, None), (1, None), (1, 35)])
+def test_steps_kept_for_all_rows_at_once_and_row_by_row_are_the_same(
+    draft: str | None, topk: int, overlap: int, pages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows end one after the other, by their limit or by EOS, or are preempted; a long row list takes the first way while nobody ends."""
+    sampling = [SamplingParams(max_tokens=4 + 5 * i, temperature=0.7 * (i % 2)) for i in range(len(PROMPTS))]
+    appended, append = [0], Scheduler._append
+    monkeypatch.setattr(Scheduler, "_append", lambda *args: appended.append(1) or append(*args))
+    found = []
+    for few in (0, 1000):
+        monkeypatch.setattr("specgen.engine.scheduler.FEW", few)
+        appended[:] = []
+        result = run("rand_target", draft, PROMPTS, sampling, topk=topk, overlap=overlap, page=4, pages=pages, batch=6)
+        found.append((result.ids, result.counts, result.accepted, [r.provenance for r in result.requests]))
+        assert (len(appended) > 8) == (few == 0)
+        assert pages is None or result.engine.scheduler.preemptions
+    assert found[0] == found[1]
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specgen.draft.base import Drafter
-from specgen.engine.accounting import DEAD, FINISH_NAMES, fail, steps_of, trim
+from specgen.engine.accounting import DEAD, FEW, FINISH_NAMES, fail, steps_of, trim
 from specgen.engine.batch import Batch, Chunk, tokens_known
 from specgen.engine.buffers import BufferRing
 from specgen.engine.grammar import GrammarMasks
@@ -338,7 +338,8 @@ class Scheduler:
         Most rows go on, their endings known to the device: for them this is one pass of a few operations, and what the step was is counted later,
         with the row's other steps (``Request.counts``). result [n, 6 + S + 1] int32.
         """
-        if decode is self._decode and not (self._changed or self._reads or logprobs is not None or result[:, FINISH].any()):
+        same = len(decode) > FEW and decode is self._decode and not self._changed
+        if same and not (self._reads or logprobs is not None or result[:, FINISH].any()):
             self._append(decode, result)
             return []
         done, committed, total = [], self._committed_mem, 0
