@@ -1,6 +1,7 @@
 """Which ids have been seen: the memory behind the duplicate-id check.
 
-Boundary: knows nothing of rows or files. Costs about 50 bytes an id whatever its length, and nothing for inputs without ids.
+Boundary: knows nothing of rows or files. Costs 36 to 72 bytes an id whatever its length, 108 while the table doubles, and nothing for inputs
+without ids.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ class SeenIds:
         self._repeats: dict[int, int] = {}
 
     def _clear(self) -> None:
-        empty = bytes(8 * self._size)
-        self._high, self._low = array("Q", empty), array("Q", empty)
-        self._first = array("q", b"\xff" * (8 * self._size))  # -1: free
+        self._high, self._low = array("Q", [0]) * self._size, array("Q", [0]) * self._size
+        self._first = array("q", [-1]) * self._size  # -1: free
 
     @staticmethod
     def _digest(id: str | int) -> tuple[int, int]:
