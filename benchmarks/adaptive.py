@@ -68,15 +68,15 @@ class Way:
     engine: Engine
     rows: Iterator[Request]
     done: list[Request] = field(default_factory=list)
+    before: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
     def begin(self, controller: Any) -> None:
-        """Begin a repeat."""
-        self.tokens, self.seconds, self.done = 0, 0.0, []
+        """Begin a repeat. ``before``: rows done by now."""
+        self.tokens, self.seconds, self.before = 0, 0.0, len(self.done)
         if self.engine.pacing is not None:
-            self.engine.pacing.report()  # what is untold belongs to the controller before
-            self.engine.pacing.controller = controller
+            self.engine.pacing.restart(controller)
 
     @property
     def capture_s(self) -> float:
@@ -152,12 +152,13 @@ def measure(target: Target, model: ModelConfig, drafter: str, batch: int, option
         while min(way.seconds for way in ways) < options.seconds:
             dropped += not round_of(ways, turn)
         speeds.append({way.name: way.tokens / way.seconds for way in ways})
-        lengths = {way.name: acceptance_length(way.done) for way in ways}
+        lengths = {way.name: acceptance_length(way.done[way.before :]) for way in ways}
         for choice in ways[-1].engine.adaptive_report():
             shares[choice["num_steps"]] = shares.get(choice["num_steps"], 0.0) + choice["seconds"]
     if model.dtype == "float32":
         texts = [{row.prompt.index: row.output_ids for row in way.done} for way in ways]
         common = set.intersection(*(set(text) for text in texts))
+        assert common, "no row was ended by every way: more --seconds"
         assert all(text[i] == texts[0][i] for text in texts for i in common), "the text is the same however it was drafted"
     for way in ways:
         way.engine.close()

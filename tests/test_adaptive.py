@@ -6,6 +6,7 @@ The controller is tested against a made-up device whose times and acceptances ar
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
-from specgen.draft.adaptive import AdaptiveController, Choice, Outcome
+from specgen.draft.adaptive import Acceptance, AdaptiveController, Choice, Outcome
 from specgen.draft.load import load_drafter
 from specgen.draft.ring import WINDOW
 from specgen.engine.batch import Batch
@@ -366,6 +367,24 @@ def test_a_choice_holds_for_its_run_or_until_the_bucket_changes_and_every_step_i
         assert [sum(values) for values in columns] == [sum(values) for values in counted]
 
 
+def test_another_controller_chooses_the_next_step_and_is_not_told_of_those_before() -> None:
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=2, overlap=1, adaptive=True)
+    assert engine.pacing is not None
+    first, second = Runs([0]), Runs([2])
+    engine.pacing.restart(first)
+    for row in requests_of(PROMPTS[:2], SamplingParams(max_tokens=40, ignore_eos=True)):
+        engine.add(row)
+    for _ in range(4):
+        engine.step()
+    engine.pacing.restart(second)
+    while engine.has_work:
+        engine.step()
+    engine.adaptive_report()
+    assert len(first.asked) == 1 and {choice.num_steps for choice, _ in first.told} == {0}
+    assert [choice.num_steps for choice, _ in second.told].count(0) <= 1, "only the step in flight is told late"
+    assert sum(outcome.steps for choice, outcome in second.told if choice.num_steps == 0) <= 1 < len(second.told)
+
+
 # -- the controller ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -470,6 +489,21 @@ def memory_bound(bucket: int, steps: int) -> float:
 def compute_bound(bucket: int, steps: int) -> float:
     """A GPU whose step grows with the tokens it verifies."""
     return 0.010 * max(1.0, bucket * (steps + 1) / 64) + 0.001 * steps
+
+
+def test_steps_told_together_count_as_if_they_had_come_one_by_one() -> None:
+    """Nothing overflows, and what is remembered of the past is ``HORIZON`` row steps' worth, whatever the batch."""
+    for rows in (1, 8, 64, 256, 20_000, 10_000_000):
+        together, apart = Acceptance(2), Acceptance(2)
+        for _ in range(40):
+            together.add(32 * rows, [32 * rows, 16 * rows], [16 * rows, 4 * rows])
+            for _ in range(32):
+                apart.add(rows, [rows, rows // 2], [rows // 2, rows // 8])
+        for mine, one_by_one in ((together.reached, apart.reached), (together.accepted, apart.accepted)):
+            if rows in (8, 64):
+                assert mine == pytest.approx(one_by_one, rel=0.08)
+        assert together.reached[0] == pytest.approx(512 * -math.expm1(-40 * 32 * rows / 512), rel=0.01)
+        assert together.expected(2) == pytest.approx(1 + 0.5 + 0.125, rel=0.02)
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -228,6 +228,18 @@ def test_preempted_rows_of_a_head_that_is_often_right_keep_their_counts(overlap:
     assert tight.ids == roomy.ids and tight.counts == roomy.counts
 
 
+@pytest.mark.parametrize(("page", "pages", "chunk", "prompts"), [(3, 61, 2, (60, 100)), (16, 14, 2, (63, 110))])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_only_decoding_row_may_be_preempted_while_another_is_being_prefilled(
+    page: int, pages: int, chunk: int, prompts: tuple[int, ...], overlap: int
+) -> None:
+    """A long prompt's prefill takes more steps than the page that was left for the rows beside it lasts."""
+    rows = [[5 + i] * n for i, n in enumerate(prompts)]
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    result = run("rand_target", None, rows, sampling, batch=4, page=page, pages=pages, chunk=chunk, overlap=overlap)
+    assert result.engine.scheduler.preemptions and result.ids == run("rand_target", None, rows, sampling).ids
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_pool_for_one_row_at_a_time_still_runs_all(overlap: int) -> None:
     result = run("target", "draft_model:draft_half", [[30]] * 5, page=1, pages=1 + 20 + 9, steps=3, overlap=overlap, max_tokens=19)
@@ -383,6 +395,23 @@ def test_an_aborted_row_gives_back_its_pages_and_its_slot(overlap: int) -> None:
     assert rows[1].finish_reason == "length", "a finished row is left alone"
 
 
+@pytest.mark.parametrize("law", [{"presence_penalty": 0.5}, {"repetition_penalty": 1.2}, {"min_tokens": 4}])
+def test_an_engine_that_has_run_can_be_stepped_by_hand_and_the_other_way_round(law: dict[str, float]) -> None:
+    sampling, found = SamplingParams(max_tokens=12, **law), []  # type: ignore[arg-type]
+    for ways in ("run step run", "step run step"):
+        engine = engine_of("rand_target", "draft_model:rand_draft")
+        for way in ways.split():
+            (row,) = requests_of([[5, 6, 7]], sampling)
+            if way == "run":
+                engine.run([row])
+            else:
+                engine.add(row)
+                while engine.has_work:
+                    engine.step()
+            found.append(row.output_ids)
+    assert all(ids == found[0] for ids in found)
+
+
 def test_an_engine_can_be_used_again() -> None:
     engine = engine_of("target", "draft_model:draft_perfect", batch=2, overlap=1)
     for _ in range(2):
@@ -426,6 +455,22 @@ def test_short_prompts_are_prefilled_together_and_long_ones_at_once(prompt: int,
     assert len(beside) > 10 and all(chunks >= group or not left for chunks, left in beside)
     held = [48 - running for waiting, running, chunks, _ in plans if waiting and running and not chunks]
     assert all(0 <= free < group for free in held) and (max(held) > 0) == (group > 1)
+
+
+def test_short_prompts_are_held_back_for_a_bounded_number_of_steps() -> None:
+    engine = engine_of("target", None, batch=64)
+    for row in requests_of([[30 + i % 5] for i in range(62)], SamplingParams(max_tokens=200)):
+        engine.add(row)
+    for _ in range(3):
+        engine.step()
+    late = requests_of([[31], [32], [33]], SamplingParams(max_tokens=2))
+    for row in late:
+        engine.add(row)
+    steps = 0
+    while not all(row.output_ids for row in late[:2]) and steps < 100:
+        engine.step()
+        steps += 1
+    assert [row.output_ids[0] for row in late[:2]] == [32, 33] and 60 < steps < 70
 
 
 def test_an_index_out_of_range_is_named_when_indices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

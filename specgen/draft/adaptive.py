@@ -90,12 +90,14 @@ class Acceptance:
         return [value / self._unit for value in self._accepted]
 
     def add(self, rows: int, reached: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count a step of ``rows`` rows."""
-        unit = self._unit = self._unit * math.exp(rows / HORIZON)
+        """Count ``rows`` row steps. Those told together fade against each other as if they had come one by one, in an order that nobody knows."""
+        past = min(rows / HORIZON, 100.0)
+        unit = self._unit = self._unit * math.exp(past)
+        weight = unit * -math.expm1(-past) / (rows / HORIZON)
         mine, yes = self._reached, self._accepted
         for depth, r in enumerate(reached):
-            mine[depth] += r * unit
-            yes[depth] += accepted[depth] * unit
+            mine[depth] += r * weight
+            yes[depth] += accepted[depth] * weight
         if unit > 1e100:
             self._set(self.reached, self.accepted)
 

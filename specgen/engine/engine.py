@@ -159,7 +159,9 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. One that cannot run at all comes back, ended, from the next ``step``."""
         self.scheduler.add(request)
-        if not request.done:
+        if request.done:
+            return
+        with torch.inference_mode(False):  # what is made here may be written to in a later step that is outside that mode
             sampling = request.sampling if self.grammar is None else self.grammar.on_device(request.sampling)
             self.law.require(sampling, self.scheduler.stop_ids(request))
             self.features |= features_of(sampling) | self.law.features

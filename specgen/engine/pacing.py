@@ -75,6 +75,11 @@ class Pacing:
         """The engine stood still for a while: the time until the next step is retired says nothing."""
         self._steady = False
 
+    def restart(self, controller: Controller) -> None:
+        """Go on with another controller, which chooses the next step."""
+        self._tell()
+        self.controller, self._left = controller, 0
+
     def plan(self, batch: Batch) -> None:
         """Set the num_steps of a batch and what its drafter has to follow first."""
         if batch.decode is not self._decode or batch.max_len > self._key[1]:

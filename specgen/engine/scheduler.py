@@ -27,6 +27,7 @@ from specgen.kernels.reference_step import ACCEPTED, CHILD_AT_END, DRAFT_DEPTH, 
 from specgen.types import Prompt, Request, SamplingParams, step_code
 
 SLOTS_A_SLOT = 16  # slots of which one may stay empty so that prompts are prefilled together
+MOST_HELD = 64  # steps that waiting requests are held back at the most
 FULL_PREFILL = 256  # tokens from which on a prefill's time grows with them: on an H200 8 billion weights are read in the time of 150 tokens' products
 
 
@@ -73,6 +74,7 @@ class Scheduler:
         # One device tensor for the engine's life: captured steps read it, and copies to it are ordered by the stream.
         self._device_slots = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._decode: tuple[tuple[int, Request, int], ...] = ()
+        self._held = 0  # steps for which waiting requests have been held back
         self._reads = False  # whether one of them has to be read
         self._changed = True
         self._room = self._longest = 0  # tokens that every running row may grow by without a look at it, and a bound on the longest
@@ -136,12 +138,14 @@ class Scheduler:
         """Whether waiting requests should be admitted now, or once more slots are free.
 
         A prefill of few tokens takes as long as one of ``FULL_PREFILL``: its weights are read once, and the host launches as much. So while others
-        decode, short prompts wait until there are enough of them, or until one slot in ``SLOTS_A_SLOT`` is free, which costs less than it saves.
+        decode, short prompts wait until there are enough of them, or until one slot in ``SLOTS_A_SLOT`` is free, which costs less than it saves, but
+        no longer than ``MOST_HELD`` steps.
         """
         free = min(len(self._free_slots), self.limit - len(self.running))
-        if self.prefilling or not self.running or free >= max(1, self.limit // SLOTS_A_SLOT) or len(self.waiting) <= free:
-            return True
-        return sum(map(tokens_known, islice(self.waiting, free))) >= FULL_PREFILL
+        worth = bool(self.prefilling) or not self.running or free >= max(1, self.limit // SLOTS_A_SLOT) or len(self.waiting) <= free
+        worth = worth or self._held >= MOST_HELD or sum(map(tokens_known, islice(self.waiting, free))) >= FULL_PREFILL
+        self._held = 0 if worth else self._held + 1
+        return worth
 
     def _admit(self, budget: int) -> None:
         """Move waiting requests into free slots, in order; a sample whose prompt a sibling is still prefilling is passed over until that is done."""
@@ -220,9 +224,9 @@ class Scheduler:
     def next_batch(self, num_steps: int) -> Batch:
         """Plan one step: chunks under the token budget, decode rows, and pages for both."""
         batch = Batch(num_steps=num_steps)
-        if self.running and not self._grow():
-            while not self._grow():
-                self._preempt(self.running[-1])
+        while self.running and not self._grow():
+            # Rows that are still being prefilled have all their pages: the last decoding row may go, too, and waits for them.
+            self._preempt(self.running[-1])
         budget = self.prefill_tokens
         if self.waiting and self._free_slots and self._worth_a_prefill():
             self._admit(budget - sum(tokens_known(r) - r.prefill_pos for r in self.prefilling))
