@@ -151,7 +151,7 @@ def drafts_of(engine: Engine, requests: list[Any]) -> tuple[Run, dict[tuple[int,
     return drive(engine, requests), found
 
 
-LONG = SamplingParams(max_tokens=90, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
 @cache

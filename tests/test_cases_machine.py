@@ -166,11 +166,11 @@ def test_what_batch_and_draft_change_are_near_ties_in_bfloat16_and_nothing_in_fl
     path = write_lines(tmp_path / "in.jsonl", [{"token_ids": ids} for ids in PROMPTS])
     common = [*toy(draft, "rand_target"), "data=jsonl", f"data.path={path}", "sampling.max_tokens=32", f"model.dtype={dtype}", "verify_lossless=8"]
     found = []
-    for batch in (1, 2, 8):
+    for batch in (1, 8):
         assert start(tmp_path / str(batch), *common, f"engine.max_batch={batch}") == 0
         found.append([row["token_ids"] for row in rows_of(tmp_path / str(batch)).values()])
         lossless = stats_of(tmp_path / str(batch))["lossless"]
         assert lossless["checked"] == 8 == lossless["equal"] + lossless["near_tie"]
         assert dtype == "bfloat16" or lossless["equal"] == 8
     if dtype == "float32":
-        assert found == [GREEDY] * 3
+        assert found == [GREEDY] * 2

@@ -113,7 +113,7 @@ def test_a_sample_may_be_preempted_or_aborted_at_any_moment() -> None:
 
     calm = drive(*made()).ids
     for moment in range(1, 14):
-        for victim in range(3):
+        for victim in {moment % 3, (moment + 1) % 3}:
             engine, rows = made()
             for row in rows:
                 engine.add(row)
