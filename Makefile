@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
-PYTEST_ARGS ?= -q -n auto
+PYTEST_ARGS ?= -q -n auto --dist worksteal
 
 .PHONY: run test venv lint clean
 
