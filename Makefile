@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
-PYTEST_ARGS ?= -q -n auto --dist worksteal
+PYTEST_ARGS ?= -q -n auto
 
 .PHONY: run test venv lint clean
 
