@@ -134,7 +134,7 @@ def round_of(ways: list[Way], seconds: float) -> bool:
 
 def measure(target: Target, model: ModelConfig, drafter: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """One drafter and batch: decode tokens per second of each way, medians over the repeats, and adaptive's ratios in each of them."""
-    fixed = [*map(int, options.fixed.split(","))] if options.fixed else [*range(1, options.max_steps + 1)]
+    fixed = options.fixed or [*range(1, options.max_steps + 1)]
     ways = ways_of(target, model, drafter, batch, options.tokens, fixed, options.max_steps)
     turn, speeds, dropped = options.turn_ms / 1000, list[dict[str, float]](), 0
     for way in ways:
@@ -201,6 +201,11 @@ def show(found: dict[str, Any]) -> None:
     print(f"  adaptive decoded at num_steps {shares}; rounds with a capture: {found['rounds_with_a_capture']}", flush=True)
 
 
+def numbers(text: str) -> list[int]:
+    """Integers separated by commas; ValueError for anything else, which argparse reports."""
+    return [int(number) for number in text.split(",")]
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print and return one entry a drafter and batch."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks adaptive", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -211,7 +216,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--warm-seconds", type=float, default=2.0, help="of each way before (2)")
     parser.add_argument("--turn-ms", type=float, default=10.0, help="length of a turn (10)")
     parser.add_argument("--max-steps", type=int, default=6, help="the largest num_steps, also adaptive's (6)")
-    parser.add_argument("--fixed", help="the fixed num_steps to set beside it, separated by commas (all)")
+    parser.add_argument("--fixed", type=numbers, help="the fixed num_steps to set beside it, separated by commas (all)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")

@@ -23,6 +23,7 @@ BURST = 4  # steps of a probe
 PROBE_SHARE = 0.005  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
 GAIN = 1.01  # how much better a choice must be to replace the current one
+RECENT = 33  # times of an S that its cost is taken from
 CLOSE = 1.04  # how much better the current choice must be for another not to be timed again
 SURE_GAIN = 1.1  # ... when it has never been timed here
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
@@ -144,7 +145,7 @@ class Costs:
         """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``."""
         times = self._times.get((key, num_steps))
         if times is None:
-            times, seconds = self._times.setdefault((key, num_steps), deque(maxlen=33)), seconds[1:]
+            times, seconds = self._times.setdefault((key, num_steps), deque(maxlen=RECENT)), seconds[1:]
         times.extend(seconds)
         if seconds and len(times) > 2:
             self._known.setdefault(key, {})[num_steps] = quartile(times)
