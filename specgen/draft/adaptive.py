@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from specgen.draft.costs import Costs, Key
 
 PERIOD = 8  # decode steps between decisions at first and in a trial
 CALM = 32  # ... once a place has kept its S for a few of them
@@ -23,14 +25,12 @@ BURST = 4  # steps of a probe
 PROBE_SHARE = 0.005  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
 GAIN = 1.01  # how much better a choice must be to replace the current one
-RECENT = 33  # times of an S that its cost is taken from
-CLOSE = 1.04  # how much better the current choice must be for another not to be timed again
+LATER, RARELY = 4, 16  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
 SURE_GAIN = 1.1  # ... when it has never been timed here
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
 HORIZON = 512  # row steps after which an observation counts 1/e
 SOFT = 8  # row steps the past is worth when a probe begins
-Key = tuple[int, int]
 
 
 class Choice(NamedTuple):
@@ -133,76 +133,6 @@ class Acceptance:
         return totals
 
 
-class Costs:
-    """Seconds of a step by (bucket, context) and S: the lower quartile of the last few, after the first, which may have compiled something. What
-    disturbs a step makes it longer, never shorter, and a few steps are all that is known of an S at first."""
-
-    def __init__(self) -> None:
-        self._times: dict[tuple[Key, int], deque[float]] = {}  # empty until it has been warm
-        self._known: dict[Key, dict[int, float]] = {}
-
-    def add(self, key: Key, num_steps: int, seconds: Sequence[float]) -> None:
-        """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``."""
-        times = self._times.get((key, num_steps))
-        if times is None:
-            times, seconds = self._times.setdefault((key, num_steps), deque(maxlen=RECENT)), seconds[1:]
-        times.extend(seconds)
-        if seconds and len(times) > 2:
-            self._known.setdefault(key, {})[num_steps] = quartile(times)
-
-    def known(self, key: Key) -> dict[int, float]:
-        """The measured costs of a key."""
-        return self._known.get(key, {})
-
-    @property
-    def shaped(self) -> bool:
-        """Whether two S have been measured somewhere, so that the others can be estimated."""
-        return any(len(known) > 1 for known in self._known.values())
-
-    def ever(self, num_steps: int) -> bool:
-        """Whether this S has been measured anywhere."""
-        return any(num_steps in known for known in self._known.values())
-
-    def cost(self, key: Key, num_steps: int) -> float:
-        """Measured or estimated seconds; with nothing measured in this key, right up to a factor that all S share."""
-        known = self.known(key)
-        if num_steps in known:
-            return known[num_steps]
-        if len(known) > 1:
-            return _on_line(known, num_steps)
-        shape = self._nearest_shape(key)
-        if not known:
-            return _on_line(shape, num_steps)
-        ((steps, seconds),) = known.items()
-        return seconds * _on_line(shape, num_steps) / _on_line(shape, steps)
-
-    def _nearest_shape(self, key: Key) -> dict[int, float]:
-        others = [(other, known) for other, known in self._known.items() if len(known) > 1]
-        if not others:
-            return {0: 1.0, 10: 2.0}
-        distance = lambda other: sum(abs(math.log(a / b)) for a, b in zip(other, key, strict=True))  # noqa: E731
-        return min(others, key=lambda pair: distance(pair[0]))[1]
-
-
-def quartile(times: Iterable[float]) -> float:
-    """The lower quartile, an element of ``times``."""
-    ordered = sorted(times)
-    return ordered[len(ordered) // 4]
-
-
-def _on_line(known: dict[int, float], steps: int) -> float:
-    """The value at ``steps`` of the line through the two known points around or nearest to it; it never falls with S, nor below a quarter."""
-    if steps in known:
-        return known[steps]
-    points = sorted(sorted(known, key=lambda s: abs(s - steps))[:2])
-    below, above = [s for s in known if s < steps], [s for s in known if s > steps]
-    if below and above:
-        points = [max(below), min(above)]
-    low, high = points
-    slope = max(0.0, (known[high] - known[low]) / (high - low))
-    return max(known[low] + slope * (steps - low), 0.25 * known[low])
-
-
 @dataclass
 class Place:
     """Where a (bucket, context) stands. ``home``: the S in force; ``left``: steps to go until the next decision. ``looked``: ``seconds`` at the last
@@ -273,14 +203,17 @@ class AdaptiveController:
                 place.left, place.kept, place.news = burst + 2, 0, True  # decide once the last step of the burst is known
                 return Choice(bucket, context, steps, trial, burst - 1)
             calm = PERIOD if place.kept < FEW or self.trial_left else CALM
-            place.left = PLAIN if not place.home else calm
+            untimed = place.home == 0 and 0 not in self.costs.known(key)
+            place.left = calm if place.home or untimed else PLAIN
+            place.news |= untimed  # its cost will be
         trial = place.home > 0 and self.trial_left > 0
         self.trial_left = max(0, self.trial_left - place.left * trial)
         return Choice(bucket, context, place.home, trial, place.left - 1)
 
     def _rates(self, key: Key) -> list[float]:
         """Expected tokens a second and row of 0 .. ``max_steps`` steps."""
-        return [tokens / self.costs.cost(key, steps) for steps, tokens in enumerate(self.acceptance.all_expected(self.max_steps))]
+        tokens, costs = self.acceptance.all_expected(self.max_steps), self.costs.all_costs(key, self.max_steps)
+        return [each / cost for each, cost in zip(tokens, costs, strict=True)]
 
     def _decide(self, key: Key, place: Place, rates: list[float]) -> None:
         """Move to the best S when it is clearly better than the one in force."""
@@ -309,17 +242,16 @@ class AdaptiveController:
         tokens, now = self.acceptance.expected, cost(key, place.home)
         more = min(place.home + 1, self.max_steps)
         # What may be better: no draft at three quarters of its known or estimated cost, one step more, never timed, at no cost at all.
-        wanted = [0] if 1.33 * rates[0] > rates[place.home] else []
+        wanted = [(0, LATER)] if 1.33 * rates[0] > rates[place.home] else []
         if not self.costs.shaped:
-            wanted = [place.home // 2]  # a second point, from which the others' costs are estimated
-        wanted += [more] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
-        # And what is nearly as good, lest the few steps it was timed in misled.
-        near = [steps for steps in (place.home - 1, more) if 0 < steps != place.home and steps in known]
-        close = [steps for steps in near if CLOSE * rates[steps] > rates[place.home]]
-        wanted += sorted(close, key=lambda steps: place.looked.get(steps, 0.0))
-        for steps in wanted:
+            wanted = [(place.home // 2, 1)]  # a second point, from which the others' costs are estimated
+        wanted += [(more, 1)] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
+        # And what is known, lest the few steps it was timed in misled: the neighbours soon, the others rarely.
+        again = sorted((steps for steps in known if 0 < steps != place.home), key=lambda steps: place.looked.get(steps, 0.0))
+        wanted += [(steps, LATER if abs(steps - place.home) == 1 else RARELY) for steps in again]
+        for steps, weight in wanted:
             loss = max(0.05 * now, cost(key, steps) - now * tokens(steps) / tokens(place.home))
-            price = 4 * BURST * loss if steps in known else BURST * loss + self.capture_s  # a second look, lest the first one misled, comes later
+            price = weight * BURST * loss if steps in known else BURST * loss + self.capture_s
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
                 place.looked[steps] = place.seconds
@@ -363,7 +295,7 @@ class AdaptiveController:
         spent.seconds += outcome.seconds
         if place is not None:
             place.seconds += outcome.seconds
-        self.costs.add(choice.key, choice.num_steps, outcome.times)
+        self.costs.add(choice.key, choice.num_steps, outcome.times, place is None or choice.num_steps == place.home)
         self._pay(choice, outcome)
 
     def _pay(self, choice: Choice, outcome: Outcome) -> None:

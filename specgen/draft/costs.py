@@ -1,0 +1,141 @@
+"""What a decode step costs at each num_steps, learnt while a job runs on a machine that is not always equally fast.
+
+Boundary: plain numbers, as ``draft.adaptive``, which says what it runs and takes the costs from here.
+
+Only a few steps are ever timed of a num_steps S that is not in force, and long ago as often as not. Whatever slows the machine down for a while
+(another process, the clock of a hot GPU) slows every S, so the time of one S now does not compare with the time of another then. What is kept of an S
+is therefore its ratio to the pace of the steps around it, and the S in force tells the pace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+RECENT = 33  # times of the S in force that the pace is taken from
+FIRST = 9  # times of an S that came into force that go into its ratio
+PRIOR = 8  # times that what was known of a ratio counts beside new ones
+ENOUGH = 3  # times from which anything is taken at all
+Key = tuple[int, int]
+
+
+@dataclass
+class Pace:
+    """One (bucket, context): ``seconds`` of a step of ratio 1 at present, 0 until known, and the ratio of each S.
+
+    ``told_by``: the S in force. Its times tell the pace, but the ``FIRST`` ones (``held`` of them so far), which go into its ratio to the pace that
+    the S before it told. ``times``: what the pace is taken from. ``samples``: what the ratios are taken from.
+    """
+
+    told_by: int
+    held: int = FIRST
+    seconds: float = 0.0
+    ratios: dict[int, float] = field(default_factory=dict)
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    samples: dict[int, list[float]] = field(default_factory=dict)
+    warm: set[int] = field(default_factory=set)
+
+    def add(self, num_steps: int, seconds: Sequence[float], in_force: bool) -> None:
+        """Note times of steps of one S, in seconds."""
+        if in_force and num_steps != self.told_by:
+            self.told_by, self.held = num_steps, 0 if self.seconds else FIRST
+            self.times.clear()
+        if num_steps == self.told_by and self.held >= FIRST:
+            self.times.extend(seconds)
+            if len(self.times) >= ENOUGH:
+                self.seconds = quartile(self.times) / self.ratios.setdefault(num_steps, 1.0)
+        elif self.seconds:
+            mine = num_steps == self.told_by
+            samples = self.samples.get(num_steps, [])
+            if not samples and num_steps in self.ratios:
+                samples = [self.ratios[num_steps]] * PRIOR
+            if not mine or not self.held:
+                samples = samples[-PRIOR:]
+            samples = self.samples[num_steps] = samples + [time / self.seconds for time in seconds]
+            self.held += len(seconds) * mine
+            if len(samples) >= ENOUGH:
+                self.ratios[num_steps] = quartile(samples)
+
+    def costs(self) -> dict[int, float]:
+        """Seconds of a step of each S that has been timed."""
+        return {num_steps: ratio * self.seconds for num_steps, ratio in self.ratios.items()}
+
+
+class Costs:
+    """Seconds of a step by (bucket, context) and S: lower quartiles of the last few times, after the first, which may have compiled something. What
+    disturbs a step makes it longer, never shorter, and a few steps are all that is known of an S at first."""
+
+    def __init__(self) -> None:
+        self._paces: dict[Key, Pace] = {}
+
+    def add(self, key: Key, num_steps: int, seconds: Sequence[float], in_force: bool) -> None:
+        """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``.
+        ``in_force``: S is what its place decodes with, not a try."""
+        pace = self._paces.get(key)
+        if pace is None:
+            pace = self._paces[key] = Pace(num_steps)
+        if num_steps not in pace.warm:
+            pace.warm.add(num_steps)
+            seconds = seconds[1:]
+        if seconds:
+            pace.add(num_steps, seconds, in_force)
+
+    def known(self, key: Key) -> dict[int, float]:
+        """The measured costs of a key."""
+        pace = self._paces.get(key)
+        return pace.costs() if pace is not None else {}
+
+    @property
+    def shaped(self) -> bool:
+        """Whether two S have been measured somewhere, so that the others can be estimated."""
+        return any(len(pace.ratios) > 1 for pace in self._paces.values())
+
+    def ever(self, num_steps: int) -> bool:
+        """Whether this S has been measured anywhere."""
+        return any(num_steps in pace.ratios for pace in self._paces.values())
+
+    def cost(self, key: Key, num_steps: int) -> float:
+        """Measured or estimated seconds; with nothing measured in this key, right up to a factor that all S share."""
+        pace = self._paces.get(key)
+        if pace is not None and num_steps in pace.ratios:
+            return pace.ratios[num_steps] * pace.seconds
+        return self.all_costs(key, num_steps)[num_steps]
+
+    def all_costs(self, key: Key, most: int) -> list[float]:
+        """``cost`` of 0 .. ``most`` steps."""
+        known = self.known(key)
+        if len(known) > 1:
+            return [_on_line(known, steps) for steps in range(most + 1)]
+        shape = self._nearest_shape(key)
+        scale = 1.0
+        for steps, seconds in known.items():
+            scale = seconds / _on_line(shape, steps)
+        return [scale * _on_line(shape, steps) for steps in range(most + 1)]
+
+    def _nearest_shape(self, key: Key) -> dict[int, float]:
+        others = [(other, pace) for other, pace in self._paces.items() if len(pace.ratios) > 1]
+        if not others:
+            return {0: 1.0, 10: 2.0}
+        distance = lambda other: sum(abs(math.log(a / b)) for a, b in zip(other, key, strict=True))  # noqa: E731
+        return min(others, key=lambda pair: distance(pair[0]))[1].costs()
+
+
+def quartile(times: Iterable[float]) -> float:
+    """The lower quartile, an element of ``times``."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4]
+
+
+def _on_line(known: dict[int, float], steps: int) -> float:
+    """The value at ``steps`` of the line through the two known points around or nearest to it; it never falls with S, nor below a quarter."""
+    if steps in known:
+        return known[steps]
+    points = sorted(sorted(known, key=lambda s: abs(s - steps))[:2])
+    below, above = [s for s in known if s < steps], [s for s in known if s > steps]
+    if below and above:
+        points = [max(below), min(above)]
+    low, high = points
+    slope = max(0.0, (known[high] - known[low]) / (high - low))
+    return max(known[low] + slope * (steps - low), 0.25 * known[low])
