@@ -493,18 +493,36 @@ def compute_bound(bucket: int, steps: int) -> float:
 
 
 def test_steps_told_together_count_as_if_they_had_come_one_by_one() -> None:
-    """Nothing overflows, and what is remembered of the past is ``HORIZON`` row steps' worth, whatever the batch."""
+    """Nothing overflows, and what is remembered of the past is 512 row steps' worth, or 64 steps' where that is more, whatever the batch."""
     for rows in (1, 8, 64, 256, 20_000, 10_000_000):
         together, apart = Acceptance(2), Acceptance(2)
         for _ in range(40):
-            together.add(32 * rows, [32 * rows, 16 * rows], [16 * rows, 4 * rows])
+            together.add(32, 32 * rows, [32 * rows, 16 * rows], [16 * rows, 4 * rows])
             for _ in range(32):
-                apart.add(rows, [rows, rows // 2], [rows // 2, rows // 8])
+                apart.add(1, rows, [rows, rows // 2], [rows // 2, rows // 8])
         for mine, one_by_one in ((together.reached, apart.reached), (together.accepted, apart.accepted)):
-            if rows in (8, 64):
+            if rows in (8, 64, 256):
                 assert mine == pytest.approx(one_by_one, rel=0.08)
-        assert together.reached[0] == pytest.approx(512 * -math.expm1(-40 * 32 * rows / 512), rel=0.01)
+        worth = max(512, 64 * rows)
+        assert together.reached[0] == pytest.approx(worth * -math.expm1(-40 * 32 * rows / worth), rel=0.01)
         assert together.expected(2) == pytest.approx(1 + 0.5 + 0.125, rel=0.02)
+
+
+def test_the_beginning_of_all_rows_of_a_wide_batch_does_not_turn_the_draft_off() -> None:
+    """64 rows begin together, and their first tokens are harder to draft: for 12 steps of 60 no draft, whose cost is known, would be the fastest."""
+    hard, easy = [0.45] * 5, [0.85] * 5
+    cost = lambda bucket, steps: 0.0016 + (0.0006 + 0.00034 * steps if steps else 0.0)  # noqa: E731
+    assert speed(cost, hard, 64, 0) > max(speed(cost, hard, 64, s) for s in range(1, 6))
+    for seed in range(4):
+        device, off = Device(AdaptiveController(5), cost, easy, seed=seed), 0.0
+        device.run(30, 64)
+        device.controller.costs.add((64, 512), 0, [cost(64, 0)] * 5, False)
+        for _ in range(12):
+            device.rates = list(hard)
+            off += device.run(12, 64).get(0, 0.0)
+            device.rates = list(easy)
+            off += device.run(48, 64).get(0, 0.0)
+        assert off == 0.0
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -618,9 +636,9 @@ def test_what_slows_the_machine_down_for_a_while_is_not_taken_for_the_cost_of_an
     devices = [Uneven(slower, rates, seed) for seed in range(8)]
     for device in devices:
         spent = device.run(4000)
-        assert device.tokens / device.even > 0.94 * best
+        assert device.tokens / device.even > 0.97 * best
         assert spent.get(0, 0.0) < 0.01 * sum(spent.values())
-    assert sum(device.tokens for device in devices) > 0.98 * best * sum(device.even for device in devices)
+    assert sum(device.tokens for device in devices) > 0.985 * best * sum(device.even for device in devices)
 
 
 def test_a_cost_follows_the_pace_that_the_num_steps_in_force_tells() -> None:

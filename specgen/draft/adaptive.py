@@ -30,6 +30,7 @@ SURE_GAIN = 1.1  # ... when it has never been timed here
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
 HORIZON = 512  # row steps after which an observation counts 1/e
+STEPS = 64  # ... but so many steps at least: all rows of a wide batch may be at their beginning
 SOFT = 8  # row steps the past is worth when a probe begins
 
 
@@ -74,11 +75,13 @@ class Outcome:
 class Acceptance:
     """Conditional acceptance by depth, with exponential forgetting. Depths no draft reached lately fade towards the rate of the depth before.
 
-    Kept as sums in units that grow by e every ``HORIZON`` row steps: a new observation costs one addition a depth, and nothing old is touched.
+    Kept as sums in units that grow by e every ``HORIZON`` row steps (or ``STEPS`` steps): a new observation costs one addition a depth, and nothing
+    old is touched.
     """
 
     def __init__(self, depths: int) -> None:
         self._reached, self._accepted, self._unit = [0.0] * depths, [0.0] * depths, 1.0
+        self._steps = 0
 
     @property
     def reached(self) -> list[float]:
@@ -90,11 +93,14 @@ class Acceptance:
         """Of them, those whose draft was accepted."""
         return [value / self._unit for value in self._accepted]
 
-    def add(self, rows: int, reached: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count ``rows`` row steps. Those told together fade against each other as if they had come one by one, in an order that nobody knows."""
-        past = min(rows / HORIZON, 100.0)
+    def add(self, steps: int, rows: int, reached: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count ``rows`` row steps of ``steps`` steps. Those told together fade against each other as if they had come one by one, in an order that
+        nobody knows."""
+        told = min(rows / HORIZON, steps / STEPS)
+        past = min(told, 100.0)
         unit = self._unit = self._unit * math.exp(past)
-        weight = unit * -math.expm1(-past) / (rows / HORIZON)
+        weight = unit * -math.expm1(-past) / told
+        self._steps += steps
         mine, yes = self._reached, self._accepted
         for depth, r in enumerate(reached):
             mine[depth] += r * weight
@@ -118,10 +124,11 @@ class Acceptance:
 
     @property
     def optimism(self) -> float:
-        """By how much drafts may turn out to be accepted more often: (a + its standard error) / a of the first depth."""
+        """By how much drafts may turn out to be accepted more often: (a + its standard error) / a of the first depth. The rows of a step are not
+        independent, they may all be at their beginning: at first a step counts as one observation."""
         reached = self._reached[0] / self._unit + 1
         rate = (self._accepted[0] / self._unit + 0.5) / reached
-        return 1 + math.sqrt((1 - rate) / (rate * reached))
+        return 1 + math.sqrt((1 - rate) / (rate * min(reached, self._steps + 1)))
 
     def all_expected(self, most: int) -> list[float]:
         """``expected`` of 0 .. ``most`` steps."""
@@ -250,7 +257,9 @@ class AdaptiveController:
         again = sorted((steps for steps in known if 0 < steps != place.home), key=lambda steps: place.looked.get(steps, 0.0))
         wanted += [(steps, LATER if abs(steps - place.home) == 1 else RARELY) for steps in again]
         for steps, weight in wanted:
-            loss = max(0.05 * now, cost(key, steps) - now * tokens(steps) / tokens(place.home))
+            # A cost that is out of proportion was measured in a bad moment: a step grows no faster than the tokens it drafts and verifies.
+            there = min(cost(key, steps), now * max(1.0, (steps + 1) / (place.home + 1)))
+            loss = max(0.05 * now, there - now * tokens(steps) / tokens(place.home))
             price = weight * BURST * loss if steps in known else BURST * loss + self.capture_s
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
@@ -289,7 +298,7 @@ class AdaptiveController:
         if outcome.capture_s:
             self.capture_s = outcome.capture_s
         if choice.num_steps and outcome.rows:
-            self.acceptance.add(outcome.rows, outcome.reached, outcome.accepted)
+            self.acceptance.add(outcome.steps, outcome.rows, outcome.reached, outcome.accepted)
         if not outcome.timed:
             return
         spent.seconds += outcome.seconds

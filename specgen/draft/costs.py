@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-RECENT = 33  # times of the S in force that the pace is taken from
+RECENT = 17  # times of the S in force that the pace is taken from
 FIRST = 9  # times of an S that came into force that go into its ratio
 PRIOR = 8  # times that what was known of a ratio counts beside new ones
 ENOUGH = 3  # times from which anything is taken at all
