@@ -6,7 +6,8 @@
 One process. Each way of decoding has an engine of its own and an endless supply of the same rows, and the ways take turns of a few milliseconds, in a
 new random order each round, so that whatever slows the machine down for longer than that slows all of them. Compiling kernels and capturing graphs
 are left out: the engines warm up before, adaptive ones at every num_steps in turn, and a round in which a graph was still captured does not count.
-Learning is not left out: an adaptive engine begins each repeat knowing nothing.
+Learning is not left out: an adaptive engine begins each repeat knowing nothing. Each repeat has new engines, made in random order, so that one which
+is a little slower than another of its kind, wherever that comes from, counts in one repeat only.
 
 Boundary: drives the engine's public verbs; what a step costs is measured by the engine itself.
 """
@@ -110,14 +111,18 @@ def rows_of(tokens: int) -> Iterator[Request]:
 
 
 def ways_of(target: Target, model: ModelConfig, drafter: str, batch: int, tokens: int, fixed: list[int], max_steps: int) -> list[Way]:
-    """An engine for no draft, for each ``fixed`` num_steps and for adaptive speculation of up to ``max_steps``."""
+    """An engine for no draft, for each ``fixed`` num_steps and, the last, for adaptive speculation of up to ``max_steps``; made in random order."""
     memory = batch * (tokens + 512) * PER_TOKEN_BYTES / 2**30
     config = EngineConfig(max_batch=batch, kv_memory_gb=memory)
     drafts = {"none": DraftConfig(method="none")}
     head: dict[str, Any] = {"method": "eagle", "path": str(FAMILY / "eagle"), "load_format": DRAFTERS[drafter]}
     drafts |= {str(steps): DraftConfig(num_steps=steps, **head) for steps in fixed}
     drafts["adaptive"] = DraftConfig(num_steps=max_steps, adaptive=True, **head)
-    return [Way(name, Engine(target, load_drafter(draft, model, target), config, draft), rows_of(tokens)) for name, draft in drafts.items()]
+    made = {
+        name: Way(name, Engine(target, load_drafter(drafts[name], model, target), config, drafts[name]), rows_of(tokens))
+        for name in random.sample([*drafts], len(drafts))
+    }
+    return [made[name] for name in drafts]
 
 
 def round_of(ways: list[Way], seconds: float) -> bool:
@@ -132,11 +137,18 @@ def round_of(ways: list[Way], seconds: float) -> bool:
     return True
 
 
-def measure(target: Target, model: ModelConfig, drafter: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One drafter and batch: decode tokens per second of each way, medians over the repeats, and adaptive's ratios in each of them."""
-    fixed = options.fixed or [*range(1, options.max_steps + 1)]
-    ways = ways_of(target, model, drafter, batch, options.tokens, fixed, options.max_steps)
-    turn, speeds, dropped = options.turn_ms / 1000, list[dict[str, float]](), 0
+@dataclass
+class Repeat:
+    """What one repeat gave: tokens a second and acceptance length by way, seconds of adaptive decoding by num_steps, rounds that did not count."""
+
+    speeds: dict[str, float]
+    lengths: dict[str, float]
+    seconds: dict[int, float]
+    dropped: int
+
+
+def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Repeat:
+    """Warm new engines up, let them take turns, and close them."""
     for way in ways:
         way.begin(EveryDepth(way.engine.num_steps))
     warm = sum(round_of(ways, options.warm_seconds / 4) for _ in range(4))
@@ -144,28 +156,36 @@ def measure(target: Target, model: ModelConfig, drafter: str, batch: int, option
         if warm:
             break
         warm += round_of(ways, options.warm_seconds / 4)
-    shares: dict[int, float] = {}
-    lengths: dict[str, float] = {}
-    for _ in range(options.repeats):
-        for way in ways:
-            way.begin(AdaptiveController(way.engine.num_steps))
-        while min(way.seconds for way in ways) < options.seconds:
-            dropped += not round_of(ways, turn)
-        speeds.append({way.name: way.tokens / way.seconds for way in ways})
-        lengths = {way.name: acceptance_length(way.done[way.before :]) for way in ways}
-        for choice in ways[-1].engine.adaptive_report():
-            shares[choice["num_steps"]] = shares.get(choice["num_steps"], 0.0) + choice["seconds"]
-    if model.dtype == "float32":
+    for way in ways:
+        way.begin(AdaptiveController(way.engine.num_steps))
+    dropped = 0
+    while min(way.seconds for way in ways) < options.seconds:
+        dropped += not round_of(ways, options.turn_ms / 1000)
+    if same_text:
         texts = [{row.prompt.index: row.output_ids for row in way.done} for way in ways]
         common = set.intersection(*(set(text) for text in texts))
         assert common, "no row was ended by every way: more --seconds"
         assert all(text[i] == texts[0][i] for text in texts for i in common), "the text is the same however it was drafted"
+    seconds: dict[int, float] = {}
+    for choice in ways[-1].engine.adaptive_report():
+        seconds[choice["num_steps"]] = seconds.get(choice["num_steps"], 0.0) + choice["seconds"]
     for way in ways:
         way.engine.close()
-    middle = {way.name: median(each[way.name] for each in speeds) for way in ways}
+    speeds = {way.name: way.tokens / way.seconds for way in ways}
+    return Repeat(speeds, {way.name: acceptance_length(way.done[way.before :]) for way in ways}, seconds, dropped)
+
+
+def measure(target: Target, model: ModelConfig, drafter: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+    """One drafter and batch: decode tokens per second of each way, medians over the repeats, and adaptive's ratios in each of them."""
+    fixed = options.fixed or [*range(1, options.max_steps + 1)]
+    found = []
+    for _ in range(options.repeats):
+        ways = ways_of(target, model, drafter, batch, options.tokens, fixed, options.max_steps)
+        found.append(repeat(ways, options, model.dtype == "float32"))
+    middle = {name: median(each.speeds[name] for each in found) for name in found[0].speeds}
     best = max((name for name in middle if name not in ("none", "adaptive")), key=middle.__getitem__)
-    to = {name: [each["adaptive"] / each[name] for each in speeds] for name in (best, "none")}
-    whole = sum(shares.values()) or 1.0
+    to = {name: [each.speeds["adaptive"] / each.speeds[name] for each in found] for name in (best, "none")}
+    shares = [{str(steps): seconds / (sum(each.seconds.values()) or 1.0) for steps, seconds in sorted(each.seconds.items())} for each in found]
     return {
         "drafter": drafter,
         "batch": batch,
@@ -173,13 +193,17 @@ def measure(target: Target, model: ModelConfig, drafter: str, batch: int, option
         "dtype": model.dtype,
         "seconds": options.seconds,
         "tokens_per_s": middle,
-        "acceptance_length": lengths,
+        "acceptance_length": {name: median(each.lengths[name] for each in found) for name in middle},
         "best_fixed": best,
         "adaptive_to_best_fixed": median(to[best]),
         "adaptive_to_none": median(to["none"]),
-        "repeats": {"adaptive_to_best_fixed": to[best], "adaptive_to_none": to["none"]},
-        "adaptive_shares": {str(steps): share / whole for steps, share in sorted(shares.items()) if share},
-        "rounds_with_a_capture": dropped,
+        "repeats": {
+            "tokens_per_s": [each.speeds for each in found],
+            "adaptive_to_best_fixed": to[best],
+            "adaptive_to_none": to["none"],
+            "adaptive_shares": shares,
+        },
+        "rounds_with_a_capture": sum(each.dropped for each in found),
     }
 
 
@@ -197,8 +221,8 @@ def show(found: dict[str, Any]) -> None:
         print(f"  {name:>8} {speed:10.1f} tokens/s   acceptance length {found['acceptance_length'][name]:.2f}")
     for name, title in (("adaptive_to_best_fixed", f"best fixed ({found['best_fixed']})"), ("adaptive_to_none", "none")):
         print(f"  adaptive / {title} {found[name]:.3f}   repeats {', '.join(f'{ratio:.3f}' for ratio in repeats[name])}")
-    shares = ", ".join(f"{steps}: {100 * share:.0f}%" for steps, share in found["adaptive_shares"].items())
-    print(f"  adaptive decoded at num_steps {shares}; rounds with a capture: {found['rounds_with_a_capture']}", flush=True)
+    shares = [", ".join(f"{steps}: {100 * share:.0f}%" for steps, share in each.items() if share >= 0.005) for each in repeats["adaptive_shares"]]
+    print(f"  adaptive decoded at num_steps {'; '.join(shares)}. Rounds with a capture: {found['rounds_with_a_capture']}", flush=True)
 
 
 def numbers(text: str) -> list[int]:

@@ -205,8 +205,11 @@ def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, c
         assert list(found["tokens_per_s"]) == ["none", "1", "2", "adaptive"] and all(speed > 0 for speed in found["tokens_per_s"].values())
         assert (found["batch"], found["tokens"], found["seconds"], found["rounds_with_a_capture"]) == (2, 12, 0.1, 0)
         assert found["best_fixed"] in ("1", "2") and found["adaptive_to_best_fixed"] > 0 < found["adaptive_to_none"]
-        assert all(len(ratios) == 2 and min(ratios) <= found[name] <= max(ratios) for name, ratios in found["repeats"].items())
-        assert sum(found["adaptive_shares"].values()) == pytest.approx(1)
+        repeats = found["repeats"]
+        for name in ("adaptive_to_best_fixed", "adaptive_to_none"):
+            assert len(repeats[name]) == 2 and min(repeats[name]) <= found[name] <= max(repeats[name])
+        assert [each["adaptive"] / each["none"] for each in repeats["tokens_per_s"]] == repeats["adaptive_to_none"]
+        assert [sum(shares.values()) for shares in repeats["adaptive_shares"]] == pytest.approx([1, 1])
     assert eagle["acceptance_length"]["none"] == 1 and eagle["acceptance_length"]["2"] > 1.3
     assert never["acceptance_length"]["2"] < 1.05, "random weights guess nothing"
     assert "adaptive / best fixed (" in capsys.readouterr().out

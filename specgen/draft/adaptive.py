@@ -248,8 +248,8 @@ class AdaptiveController:
         cost, known = self.costs.cost, self.costs.known(key)
         tokens, now = self.acceptance.expected, cost(key, place.home)
         more = min(place.home + 1, self.max_steps)
-        # What may be better: no draft at three quarters of its known or estimated cost, one step more, never timed, at no cost at all.
-        wanted = [(0, LATER)] if 1.33 * rates[0] > rates[place.home] else []
+        # What may be better: no draft, at nine tenths of its known cost or three quarters of the estimate; one step more, never timed, at no cost.
+        wanted = [(0, LATER)] if (1.1 if 0 in known else 1.33) * rates[0] > rates[place.home] else []
         if not self.costs.shaped:
             wanted = [(place.home // 2, 1)]  # a second point, from which the others' costs are estimated
         wanted += [(more, 1)] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
