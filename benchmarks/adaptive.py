@@ -61,6 +61,31 @@ class EveryDepth:
         return []
 
 
+class Traced(AdaptiveController):
+    """An adaptive controller that writes down what it was told and what it chose then, one entry a choice."""
+
+    def __init__(self, max_steps: int) -> None:
+        super().__init__(max_steps)
+        self.trace: list[dict[str, Any]] = []
+        self._told: list[tuple[int, list[float], bool]] = []  # num_steps, microseconds of the timed steps, whether the drafter caught up
+
+    def choose(self, bucket: int, context: int) -> Choice:
+        """As the controller, noting why."""
+        choice = super().choose(bucket, context)
+        entry = {"seconds": round(sum(spent.seconds for spent in self.spent.values()), 6), "bucket": bucket, "num_steps": choice.num_steps}
+        costs = {str(steps): round(1e6 * cost, 1) for steps, cost in sorted(self.costs.known(choice.key).items())}
+        tokens = [round(each, 3) for each in self.acceptance.all_expected(self.max_steps)]
+        self.trace.append({**entry, "steps": 1 + choice.more, "costs_us": costs, "expected_tokens": tokens, "told": self._told})
+        self._told = []
+        return choice
+
+    def stepped(self, choice: Choice, outcome: Outcome) -> None:
+        """As the controller, noting the times."""
+        super().stepped(choice, outcome)
+        times = outcome.times or [outcome.seconds] * outcome.timed
+        self._told.append((choice.num_steps, [round(1e6 * time) for time in times], outcome.caught_up))
+
+
 @dataclass
 class Way:
     """One way of decoding: its engine, its supply of rows, and what its turns of the repeat that runs gave."""
@@ -139,12 +164,14 @@ def round_of(ways: list[Way], seconds: float) -> bool:
 
 @dataclass
 class Repeat:
-    """What one repeat gave: tokens a second and acceptance length by way, seconds of adaptive decoding by num_steps, rounds that did not count."""
+    """What one repeat gave: tokens a second and acceptance length by way, seconds of adaptive decoding by num_steps, rounds that did not count, and
+    each adaptive choice where they are traced."""
 
     speeds: dict[str, float]
     lengths: dict[str, float]
     seconds: dict[int, float]
     dropped: int
+    trace: list[dict[str, Any]]
 
 
 def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Repeat:
@@ -156,8 +183,9 @@ def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Rep
         if warm:
             break
         warm += round_of(ways, options.warm_seconds / 4)
+    controller = (Traced if options.trace else AdaptiveController)(ways[-1].engine.num_steps)
     for way in ways:
-        way.begin(AdaptiveController(way.engine.num_steps))
+        way.begin(controller)
     dropped = 0
     while min(way.seconds for way in ways) < options.seconds:
         dropped += not round_of(ways, options.turn_ms / 1000)
@@ -172,7 +200,7 @@ def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Rep
     for way in ways:
         way.engine.close()
     speeds = {way.name: way.tokens / way.seconds for way in ways}
-    return Repeat(speeds, {way.name: acceptance_length(way.done[way.before :]) for way in ways}, seconds, dropped)
+    return Repeat(speeds, {way.name: acceptance_length(way.done[way.before :]) for way in ways}, seconds, dropped, getattr(controller, "trace", []))
 
 
 def measure(target: Target, model: ModelConfig, drafter: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -204,6 +232,7 @@ def measure(target: Target, model: ModelConfig, drafter: str, batch: int, option
             "adaptive_shares": shares,
         },
         "rounds_with_a_capture": sum(each.dropped for each in found),
+        **({"trace": [each.trace for each in found]} if options.trace else {}),
     }
 
 
@@ -242,6 +271,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--max-steps", type=int, default=6, help="the largest num_steps, also adaptive's (6)")
     parser.add_argument("--fixed", type=numbers, help="the fixed num_steps to set beside it, separated by commas (all)")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trace", action="store_true", help="each choice of the adaptive engine, and what it was told before, in the JSON file")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

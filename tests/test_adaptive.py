@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -608,6 +608,22 @@ def test_an_s_that_looked_a_little_worse_than_it_is_is_timed_again() -> None:
         spent = device.run(2000, 8)
         shares.append(spent.get(2, 0.0) / sum(spent.values()))
     assert sum(shares) > 0.6 * len(shares)
+
+
+@pytest.mark.parametrize("best", [3, 4])
+def test_an_s_that_was_first_timed_in_a_bad_moment_is_timed_again_soon(best: int) -> None:
+    """The first steps of the best S took twice as long; it is in force within 1,000 steps."""
+    for seed in range(6):
+        seen = itertools.count()
+
+        def cost(bucket: int, steps: int, seen: Iterator[int] = seen) -> float:
+            beyond = 1 + 0.12 * max(0, steps - best)
+            return memory_bound(bucket, steps) * beyond * (2.0 if steps == best and next(seen) < 6 else 1.0)
+
+        device = Device(AdaptiveController(6), cost, [0.8] * 6, seed=seed)
+        device.run(1000, 8)
+        spent = device.run(200, 8)
+        assert spent.get(best, 0.0) > 0.6 * sum(spent.values())
 
 
 class Uneven(Device):

@@ -199,7 +199,7 @@ def test_step_latency_takes_the_steps_it_was_asked_for() -> None:
 def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "adaptive.json"
     size = ["--batches", "2", "--tokens", "12", "--max-steps", "2", "--repeats", "2", "--seconds", "0.1", "--warm-seconds", "0.05"]
-    main(["adaptive", "--device", "cpu", "--dtype", "float32", *size, "--json", str(file)])
+    main(["adaptive", "--device", "cpu", "--dtype", "float32", *size, "--trace", "--json", str(file)])
     eagle, never = json.loads(file.read_text())
     for found in (eagle, never):
         assert list(found["tokens_per_s"]) == ["none", "1", "2", "adaptive"] and all(speed > 0 for speed in found["tokens_per_s"].values())
@@ -210,6 +210,9 @@ def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, c
             assert len(repeats[name]) == 2 and min(repeats[name]) <= found[name] <= max(repeats[name])
         assert [each["adaptive"] / each["none"] for each in repeats["tokens_per_s"]] == repeats["adaptive_to_none"]
         assert [sum(shares.values()) for shares in repeats["adaptive_shares"]] == pytest.approx([1, 1])
+        for trace, shares in zip(found["trace"], repeats["adaptive_shares"], strict=True):
+            assert trace[0]["num_steps"] == 2 and {entry["num_steps"] for entry in trace} >= {int(steps) for steps in shares}
+            assert trace[0]["told"] == [] and all(time > 0 for entry in trace for _, times, _ in entry["told"] for time in times)
     assert eagle["acceptance_length"]["none"] == 1 and eagle["acceptance_length"]["2"] > 1.3
     assert never["acceptance_length"]["2"] < 1.05, "random weights guess nothing"
     assert "adaptive / best fixed (" in capsys.readouterr().out

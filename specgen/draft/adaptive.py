@@ -143,13 +143,14 @@ class Acceptance:
 @dataclass
 class Place:
     """Where a (bucket, context) stands. ``home``: the S in force; ``left``: steps to go until the next decision. ``looked``: ``seconds`` at the last
-    try of an S that was not in force. ``kept``: decisions since ``home`` changed. ``news``: something was learnt since the last decision at S = 0,
-    where a step teaches nothing; ``first_look``: the draft has not been seen here and may be no loss."""
+    try of an S that was not in force, ``looks``: how often each was tried. ``kept``: decisions since ``home`` changed. ``news``: something was learnt
+    since the last decision at S = 0, where a step teaches nothing; ``first_look``: the draft has not been seen here and may be no loss."""
 
     home: int
     left: int
     seconds: float = 0.0
     looked: dict[int, float] = field(default_factory=dict)
+    looks: dict[int, int] = field(default_factory=dict)
     kept: int = 0
     news: bool = True
     first_look: bool = False
@@ -198,7 +199,7 @@ class AdaptiveController:
         place = self.places.get(key)
         if place is None:
             home = self.max_steps if not self.places else max(range(self.max_steps + 1), key=self._rates(key).__getitem__)
-            place = self.places[key] = Place(home, left=PERIOD // 2)
+            place = self.places[key] = Place(home, left=PERIOD)
         if place.left <= 1:
             burst = 0
             if place.home or place.news or self._may_probe(place):
@@ -253,17 +254,17 @@ class AdaptiveController:
         if not self.costs.shaped:
             wanted = [(place.home // 2, 1)]  # a second point, from which the others' costs are estimated
         wanted += [(more, 1)] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
-        # And what is known, lest the few steps it was timed in misled: the neighbours soon, the others rarely.
+        # And what is known, lest the few steps it was timed in misled: soon at first, then the neighbours now and then and the others rarely.
         again = sorted((steps for steps in known if 0 < steps != place.home), key=lambda steps: place.looked.get(steps, 0.0))
         wanted += [(steps, LATER if abs(steps - place.home) == 1 else RARELY) for steps in again]
         for steps, weight in wanted:
             # A cost that is out of proportion was measured in a bad moment: a step grows no faster than the tokens it drafts and verifies.
             there = min(cost(key, steps), now * max(1.0, (steps + 1) / (place.home + 1)))
             loss = max(0.05 * now, there - now * tokens(steps) / tokens(place.home))
-            price = weight * BURST * loss if steps in known else BURST * loss + self.capture_s
+            price = min(weight, 2 ** place.looks.get(steps, 0)) * BURST * loss + (0.0 if steps in known else self.capture_s)
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
-                place.looked[steps] = place.seconds
+                place.looked[steps], place.looks[steps] = place.seconds, place.looks.get(steps, 0) + 1
                 return BURST, steps, False
         return 0, 0, False
 
