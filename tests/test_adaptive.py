@@ -88,7 +88,8 @@ def a_script(seed: int, most: int, length: int = 40) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("page", "overlap", "batch", "sampling"), [(1, 0, 8, None), (4, 1, 3, None), (4, 0, 2, SAMPLED), (4, 1, 3, SAMPLED), (1, 1, 8, SAMPLED)]
+    ("page", "overlap", "batch", "sampling"),
+    [pytest.param(1, 0, 8, None, marks=pytest.mark.slow), (4, 1, 3, None), (4, 0, 2, SAMPLED), (4, 1, 3, SAMPLED), (1, 1, 8, SAMPLED)],
 )
 @pytest.mark.parametrize(("target", "draft", "topk"), CHAINS + OTHERS)
 def test_no_schedule_of_num_steps_changes_the_text(
@@ -166,7 +167,7 @@ def drafts_of_one_always_there(target: str, draft: str, topk: int, rows: int) ->
     return found
 
 
-@pytest.mark.parametrize(("batch", "away"), [(8, 1), (2, 6), (8, 40)])
+@pytest.mark.parametrize(("batch", "away"), [pytest.param(8, 1, marks=pytest.mark.slow), (2, 6), (8, 40)])
 @pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, *OTHERS[:2]])
 def test_a_drafter_that_was_away_drafts_as_if_it_had_not_been(target: str, draft: str, topk: int, batch: int, away: int) -> None:
     """Also for rows whose prompt was prefilled meanwhile, when more rows than slots come."""
@@ -241,7 +242,7 @@ def _lines(pool: KvPool) -> torch.Tensor:
     return torch.cat([pool.k.flatten(2), pool.v.flatten(2)], 2).transpose(0, 1).flatten(1).clone()
 
 
-@pytest.mark.parametrize(("page", "overlap"), [(1, 0), (1, 1), (4, 1)])
+@pytest.mark.parametrize(("page", "overlap"), [pytest.param(1, 0, marks=pytest.mark.slow), (1, 1), (4, 1)])
 @pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, OTHERS[1]])
 def test_no_step_writes_outside_its_rows_pages(target: str, draft: str, topk: int, page: int, overlap: int) -> None:
     engine = engine_of(target, draft, topk=topk, steps=4, batch=3, page=page, overlap=overlap, chunk=50, pages=200 // page, adaptive=True)
@@ -730,7 +731,7 @@ def test_an_engine_turns_off_a_draft_that_is_never_right(monkeypatch: pytest.Mon
     for module in ("engine", "pacing"):
         monkeypatch.setattr(f"specgen.engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     engine = engine_of("target", "draft_model:draft_never", steps=4, batch=2, adaptive=True)
-    result = drive(engine, requests_of([[30], [40], [24], [31]] * 3, SamplingParams(max_tokens=200, ignore_eos=True)))
+    result = drive(engine, requests_of([[30], [40], [24]] * 2, SamplingParams(max_tokens=200, ignore_eos=True)))
     assert all(len(ids) == 200 for ids in result.ids)
     report = engine.adaptive_report()
     off = sum(row["seconds"] for row in report if row["num_steps"] == 0)

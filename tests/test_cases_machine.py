@@ -161,7 +161,10 @@ def test_a_capture_that_fails_is_said_once_and_every_later_step_runs_eagerly(
 # -- precision --------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "draft"), [("float32", None), ("float32", "rand_draft"), ("bfloat16", None), ("bfloat16", "rand_draft")])
+@pytest.mark.parametrize(
+    ("dtype", "draft"),
+    [pytest.param("float32", None, marks=pytest.mark.slow), ("float32", "rand_draft"), ("bfloat16", None), ("bfloat16", "rand_draft")],
+)
 def test_what_batch_and_draft_change_are_near_ties_in_bfloat16_and_nothing_in_float32(dtype: str, draft: str | None, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "in.jsonl", [{"token_ids": ids} for ids in PROMPTS])
     common = [*toy(draft, "rand_target"), "data=jsonl", f"data.path={path}", "sampling.max_tokens=32", f"model.dtype={dtype}", "verify_lossless=8"]

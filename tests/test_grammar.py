@@ -38,13 +38,13 @@ def plain(grammar: str, count: int, sampling: SamplingParams = HOT) -> list[Requ
 # -- documents --------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "topk"), [("eagle", 1), ("eagle", 4)], ids=["chain", "tree"])
-def test_two_hundred_rows_are_two_hundred_valid_documents_with_a_draft_and_without(method: str, topk: int) -> None:
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.slow), 4], ids=["chain", "tree"])
+def test_two_hundred_rows_are_two_hundred_valid_documents_with_a_draft_and_without(topk: int) -> None:
     rows = plain(DOCUMENT, 200)
     assert sum(is_document(text_of(row)) for row in rows) == 200
     assert {(row.finish_reason, row.stop_reason) for row in rows} <= {("stop", token) for token in EOS}
     assert len({text_of(row) for row in rows}) > 20
-    drafted = run(DOCUMENT, 200, HOT, method, topk, check_indices=False, **tree(topk))
+    drafted = run(DOCUMENT, 200, HOT, "eagle", topk, check_indices=False, **tree(topk))
     assert written(drafted) == written(rows)
     assert sum(sum(row.counts.accepted) for row in drafted) > 0
 
@@ -276,7 +276,7 @@ def test_log_probabilities_are_those_of_what_the_grammar_leaves() -> None:
             assert sum(math.exp(value) for token, value in final["top"] if value > -math.inf) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_rejection_keeps_the_law_that_the_grammar_leaves(topk: int) -> None:
     """The invariant draw follows the law exactly; texts of both are compared as two samples of one law."""
     grammar, count = "regex:[a-d]{2}", 400

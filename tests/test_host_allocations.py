@@ -77,6 +77,7 @@ def traced(engine: Engine, steps: int) -> Traced:
     """Memory of ``steps`` steps after a few to warm up."""
     peaks, grew = array("q", [0]) * steps, array("q", [0]) * steps
     gc.collect()
+    gc.freeze()  # what other tests keep is not looked at in each of the collections below
     gc.disable()
     tracemalloc.start()
     try:

@@ -61,7 +61,7 @@ def test_rows_of_a_sound_engine_are_equal_to_their_replay(draft: str, topk: int,
     assert found == {"checked": 8, "equal": 8, "near_tie": 0, "different": 0, "worst_gap": None}
 
 
-@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("topk", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_one_draft_in_a_thousand_wrongly_accepted_is_found(topk: int) -> None:
     engine = engine_of("rand_target", "draft_model:rand_draft", topk=topk, steps=3, page=4)
     broken = wrong_once_in(1000, engine)

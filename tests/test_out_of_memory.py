@@ -30,7 +30,7 @@ def limited(engine, fits: int, after: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_rows_and_counts_survive_a_batch_that_does_not_fit(overlap: int, after: bool, temperature: float, caplog: pytest.LogCaptureFixture) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=temperature, seed=5, repetition_penalty=1.2, ignore_eos=True)
     options = {"steps": 3, "page": 4, "overlap": overlap}

@@ -220,7 +220,7 @@ def job(tmp_path: Path) -> list[str]:
     return [*toy("draft_half"), "data=jsonl", f"data.path={path}", "sampling.max_tokens=9", "engine.max_batch=4", "sampling.temperature=0.7"]
 
 
-@pytest.mark.parametrize("overlap", ["0", "1"])
+@pytest.mark.parametrize("overlap", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_finished_rows_are_kept_and_a_resume_ends_with_the_same_texts(job: list[str], overlap: str, tmp_path: Path) -> None:
     kind = {"0": "parquet", "1": "jsonl"}[overlap]
     common = [*job, f"output.format={kind}", f"engine.overlap={overlap}"]
