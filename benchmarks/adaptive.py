@@ -276,6 +276,13 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
+    if options.trace and options.json is None:
+        parser.error("--trace writes to the JSON file: name one with --json FILE")
+    if options.repeats < 1:
+        parser.error("--repeats must be 1 or more")
+    unknown = [name for name in options.only.split(",") if name not in DRAFTERS]
+    if unknown:
+        parser.error(f"--only: no drafter {', '.join(unknown)}; there are {', '.join(DRAFTERS)}")
     device = "cuda:0" if options.device == "cuda" else options.device
     model = ModelConfig(dtype=options.dtype, device=device)
     target = load_target(model, device, options.dtype)

@@ -218,6 +218,17 @@ def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, c
     assert "adaptive / best fixed (" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [(["--trace"], "--json FILE"), (["--repeats", "0"], "1 or more"), (["--only", "eagle,egle"], "no drafter egle"), (["--fixed", "a"], "--fixed")],
+)
+def test_a_mistake_in_the_adaptive_benchmark_is_one_line(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["adaptive", "--device", "cpu", *options])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_whole_job_is_timed_on_the_device_and_by_the_clock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.json"
     size = ["--shape", "embedded", "--device", "cpu", "--dtype", "float32", "--prompts", "3", "--warm-up", "1", "--batch", "2"]

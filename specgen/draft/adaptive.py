@@ -25,8 +25,8 @@ BURST = 4  # steps of a probe
 PROBE_SHARE = 0.005  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
 GAIN = 1.01  # how much better a choice must be to replace the current one
-LATER, RARELY = 4, 16  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
 SURE_GAIN = 1.1  # ... when it has never been timed here
+LATER, RARELY = 4, 16  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
 HORIZON = 512  # row steps after which an observation counts 1/e
@@ -143,14 +143,15 @@ class Acceptance:
 @dataclass
 class Place:
     """Where a (bucket, context) stands. ``home``: the S in force; ``left``: steps to go until the next decision. ``looked``: ``seconds`` at the last
-    try of an S that was not in force, ``looks``: how often each was tried. ``kept``: decisions since ``home`` changed. ``news``: something was learnt
-    since the last decision at S = 0, where a step teaches nothing; ``first_look``: the draft has not been seen here and may be no loss."""
+    try of an S that was not in force, ``rare``: bursts that its next one must have earned at the most. ``kept``: decisions since ``home`` changed.
+    ``news``: something was learnt since the last decision at S = 0, where a step teaches nothing; ``first_look``: the draft has not been seen here
+    and may be no loss."""
 
     home: int
     left: int
     seconds: float = 0.0
     looked: dict[int, float] = field(default_factory=dict)
-    looks: dict[int, int] = field(default_factory=dict)
+    rare: dict[int, int] = field(default_factory=dict)
     kept: int = 0
     news: bool = True
     first_look: bool = False
@@ -243,7 +244,7 @@ class AdaptiveController:
 
     def _explore(self, key: Key, place: Place, rates: list[float]) -> tuple[int, int, bool]:
         """What to try that is not in force, as (steps of the burst, S, whether it is a trial), no steps for nothing: the best S > 0 from S = 0 when
-        the budget allows; S = 0, or one step more, where that was never timed and may be better."""
+        the budget allows; S = 0, or one step more where that was never timed, which may be better; what was timed in a few steps only, again."""
         if place.home == 0:
             return self._probe(key, place, rates)
         cost, known = self.costs.cost, self.costs.known(key)
@@ -261,10 +262,11 @@ class AdaptiveController:
             # A cost that is out of proportion was measured in a bad moment: a step grows no faster than the tokens it drafts and verifies.
             there = min(cost(key, steps), now * max(1.0, (steps + 1) / (place.home + 1)))
             loss = max(0.05 * now, there - now * tokens(steps) / tokens(place.home))
-            price = min(weight, 2 ** place.looks.get(steps, 0)) * BURST * loss + (0.0 if steps in known else self.capture_s)
+            rare = place.rare.get(steps, 1)
+            price = min(weight, rare) * BURST * loss + (0.0 if steps in known else self.capture_s)
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
-                place.looked[steps], place.looks[steps] = place.seconds, place.looks.get(steps, 0) + 1
+                place.looked[steps], place.rare[steps] = place.seconds, min(2 * rare, RARELY)
                 return BURST, steps, False
         return 0, 0, False
 

@@ -64,8 +64,8 @@ class Pace:
 
 
 class Costs:
-    """Seconds of a step by (bucket, context) and S: lower quartiles of the last few times, after the first, which may have compiled something. What
-    disturbs a step makes it longer, never shorter, and a few steps are all that is known of an S at first."""
+    """Seconds of a step by (bucket, context) and S: lower quartiles of the last few times, after the first, which may have compiled something: what
+    disturbs a step mostly makes it longer, and a few steps are all that is known of an S at first."""
 
     def __init__(self) -> None:
         self._paces: dict[Key, Pace] = {}
