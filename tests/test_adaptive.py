@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,8 +25,10 @@ from specgen.draft.load import load_drafter
 from specgen.draft.ring import WINDOW
 from specgen.engine.batch import Batch
 from specgen.engine.engine import Engine
+from specgen.engine.flight import InFlight
 from specgen.engine.graphs import bucket_of
 from specgen.engine.pacing import Pacing
+from specgen.kernels.reference_step import RESULT_COLUMNS
 from specgen.models.attention import KvPool
 from specgen.models.loader import load_target
 from specgen.types import SamplingParams
@@ -309,36 +312,83 @@ def test_the_controller_is_told_of_every_step_what_its_rows_did(overlap: int) ->
     assert sum(o.rows for o in drafted) == sum(r.counts.verify_steps for r in result.requests)
     assert all(outcome.steps == 1 for _, outcome in script.told)
     chosen = [choice.num_steps for choice, _ in script.told]
-    back = [False] + [before == 0 < now for before, now in itertools.pairwise(chosen)]  # the drafter is brought up to date in this step
-    launching = [overlap == 1 and following for following in back[1:]] + [False]  # ... or the host does so for the next one
-    assert [outcome.caught_up for _, outcome in script.told] == [a or b for a, b in zip(back, launching, strict=True)] and any(back)
+    back = [False] + [before == 0 < now for before, now in itertools.pairwise(chosen)]
+    assert [outcome.caught_up for _, outcome in script.told] == back and any(back)
     assert all(bool(outcome.times) == (outcome.timed > 0 and not outcome.caught_up) for _, outcome in script.told)
 
 
+class Time:
+    """A clock of the engine's own: ``costs`` says what a call of one of its methods takes, in seconds; nothing else takes any."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **costs: Callable[..., float]) -> None:
+        self.now = 0.0
+        for module in ("engine", "pacing", "clock"):
+            monkeypatch.setattr(f"specgen.engine.{module}.time", SimpleNamespace(perf_counter=lambda: self.now))
+        for name, cost in costs.items():
+            monkeypatch.setattr(Engine, name, self._taking(getattr(Engine, name), cost))
+
+    def _taking(self, method: Callable[..., Any], cost: Callable[..., float]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            self.now += cost(*arguments)
+            return method(*arguments)
+
+        return timed
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_step_beside_a_prefill_has_no_time(overlap: int) -> None:
+def test_the_time_of_a_step_is_not_that_of_a_prefill_beside_it(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host works beside the device each part has its marks; where it does not, a step beside a prefill has no time."""
+    Time(monkeypatch, _launch_decode=lambda engine, batch: 1.0, _launch_prefill=lambda *_: 100.0)
     engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=2, overlap=overlap, adaptive=True)
     script, chunks = scripted(engine, [1]), []
     launch = engine.launch
     engine.launch = lambda batch: chunks.append((bool(batch.decode), bool(batch.chunks))) or launch(batch)  # type: ignore[method-assign,func-returns-value]
     drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=20)))
     engine.adaptive_report()
-    timed = [outcome.timed == 1 for _, outcome in script.told]
     beside = [with_chunk for decode, with_chunk in chunks if decode]
-    assert len(timed) == len(beside) and sum(beside) > 2 and sum(timed) > 10
-    assert not any(t and b for t, b in zip(timed, beside, strict=True))
+    assert 2 < sum(beside) < len(beside) - 10
+    found = [(outcome.timed, outcome.seconds) for _, outcome in script.told]
+    assert found == [(0, 0.0) if with_chunk and not overlap else (1, 1.0) for with_chunk in beside]
+
+
+def test_the_hosts_time_is_what_lies_between_two_retirements_of_plain_steps_without_its_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    time, script = Time(monkeypatch), Runs([2], more=1000)
+    pacing = Pacing(script, SimpleNamespace(num_steps=2), 4, 512, RESULT_COLUMNS + 3, overlap=1, cuda=True)  # type: ignore[arg-type]
+    rows, landed = ((1, None, 0), (2, None, 0)), SimpleNamespace(np=np.zeros((4, RESULT_COLUMNS + 3), np.int32))
+    chunk, before = SimpleNamespace(), None
+    # What lay before a retirement, how much of it was waiting, and what the step launched before it was: (rows, chunks, seconds of a capture).
+    plain, beside, alone, captured = (rows, [], 0.0), (rows, [chunk], 0.0), ((), [chunk], 0.0), (rows, [], 3.0)
+    steps = [(8.0, 1.0, plain), (5.0, 1.0, plain), (6.0, 5.5, plain), (9.0, 1.0, beside), (4.0, 1.0, plain), (4.0, 1.0, plain), (3.0, 1.0, plain)]
+    steps += [(7.0, 1.0, alone), (7.0, 1.0, plain), (7.0, 1.0, plain), (2.0, 1.5, plain), (9.0, 0.0, captured), (2.0, 1.0, plain), (2.5, 0.0, plain)]
+    for seconds, waited, (decode, chunks, capture_s) in steps:
+        batch = Batch(decode=decode, max_len=20, chunks=chunks)  # type: ignore[arg-type]
+        if decode:
+            pacing.plan(batch)
+        newest = InFlight(batch, [], landed if decode else None, None, capture_s=capture_s)  # type: ignore[arg-type]
+        time.now += seconds
+        if before is not None:
+            before.waited_s, before.decode_s = waited, 1.0 if before.batch.decode and not before.capture_s else None
+            pacing.retired(before, newest, 0.0)
+        before = newest
+    pacing.report()
+    # Not 5, 4 and the last 7: the step retired before was the first, had a prompt's chunk, or no rows; not 9: a prefill or a capture was launched;
+    # not 2.5: the controller was told of the capture.
+    assert [host for _, outcome in script.told for host in outcome.hosts] == [0.5, 2.0, 0.5, 1.0]
+    assert sum(outcome.steps for _, outcome in script.told) == 12 and [o.capture_s for _, o in script.told if o.capture_s] == [3.0]
+    assert [o.seconds for _, o in script.told if o.capture_s] == [3.0] and sum(sum(o.times) for _, o in script.told) == 11.0
 
 
 class Runs(Script):
-    """A script whose choices hold for six steps each."""
+    """A script whose choices hold for six steps each, or 1 + ``more``."""
 
-    def __init__(self, steps: Sequence[int]) -> None:
+    def __init__(self, steps: Sequence[int], more: int = 5) -> None:
         super().__init__(steps)
         self.asked: list[tuple[int, int]] = []
+        self.more = more
 
     def choose(self, bucket: int, context: int) -> Choice:
         self.asked.append((bucket, context))
-        return super().choose(bucket, context)._replace(more=5)
+        return super().choose(bucket, context)._replace(more=self.more)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -393,8 +443,8 @@ def test_another_controller_chooses_the_next_step_and_is_not_told_of_those_befor
 class Device:
     """A made-up device: a step of S takes ``cost(bucket, S)`` seconds, and a draft at depth d is accepted at ``rates[d]``, drawn row by row.
 
-    The host learns of a step ``late`` steps after it chose it. Catching up takes half a plain step, and ``launch`` plain steps of the host's time
-    before that: of the step's own, or where it learns late, of the step before.
+    The host learns of a step ``late`` steps after it chose it. Catching up takes half a plain step, and launching it ``launch`` plain steps of the
+    host's time, for which the device waits.
     """
 
     def __init__(
@@ -426,8 +476,6 @@ class Device:
                 spent[choice.num_steps] = spent.get(choice.num_steps, 0.0) + outcome.seconds
                 self.seconds += outcome.seconds
                 self.tokens += 1 + sum(outcome.accepted) / bucket
-                if outcome.caught_up and self.launch:
-                    self._launch(choice, outcome)
                 self.pending.append((choice, outcome))
                 if self.late == step == 1:  # the last step of the run before is known now
                     self._tell(len(self.pending) - 2)
@@ -445,17 +493,9 @@ class Device:
             if len(outcomes) > 1:
                 sums = lambda name: [sum(column) for column in zip(*(getattr(o, name) for o in outcomes), strict=True)]  # noqa: E731, B023
                 times = [o.seconds for o in outcomes]
-                whole = Outcome(len(times), sum(o.rows for o in outcomes), sums("reached"), sums("accepted"), sum(times), len(times), times)
+                hosts = [seconds for o in outcomes for seconds in o.hosts]
+                whole = Outcome(len(times), sum(o.rows for o in outcomes), sums("reached"), sums("accepted"), sum(times), len(times), times, hosts)
             self.controller.stepped(choice, whole)
-
-    def _launch(self, choice: Choice, outcome: Outcome) -> None:
-        seconds = self.launch * self.cost(choice.bucket, 0)
-        self.seconds += seconds
-        held = outcome
-        if self.late:
-            held = self.pending[-1][1]
-            held.times, held.caught_up, held.launching = (), True, choice.trial
-        held.seconds += seconds
 
     def outcome(self, choice: Choice) -> Outcome:
         bucket, steps = choice.bucket, choice.num_steps
@@ -469,9 +509,9 @@ class Device:
                 if self.random.random() >= self.rates[depth]:
                     break
                 accepted[depth] += 1
-        seconds = self.cost(bucket, steps) * self.random.uniform(0.98, 1.02) + capture + 0.5 * self.cost(bucket, 0) * caught_up
+        seconds = self.cost(bucket, steps) * self.random.uniform(0.98, 1.02) + capture + (0.5 + self.launch) * self.cost(bucket, 0) * caught_up
         times = () if capture or caught_up else (seconds,)
-        return Outcome(1, bucket if steps else 0, reached, accepted, seconds, 1, times, caught_up, capture_s=capture)
+        return Outcome(1, bucket if steps else 0, reached, accepted, seconds, 1, times, caught_up=caught_up, capture_s=capture)
 
 
 def speed(cost: Callable[[int, int], float], rates: Sequence[float], bucket: int, steps: int) -> float:
@@ -563,7 +603,7 @@ def test_probing_never_costs_more_than_its_share_captures_included(capture_s: fl
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_what_the_host_takes_to_catch_up_is_part_of_what_probing_costs(late: int) -> None:
-    """Launching it may take many steps of a small model, and with overlap they are added to the step before."""
+    """Launching it may take many steps of a small model."""
     device = Device(AdaptiveController(5), memory_bound, [0.0] * 5, late, launch=12.0)
     device.run(200, 1)
     device.seconds = device.tokens = 0.0
@@ -627,6 +667,36 @@ def test_an_s_that_was_first_timed_in_a_bad_moment_is_timed_again_soon(best: int
         assert spent.get(best, 0.0) > 0.6 * sum(spent.values())
 
 
+class Beside(Device):
+    """A device beside which a host works that takes ``host`` seconds a step, now and then four times as long; the longer of the two decides."""
+
+    def __init__(self, host: float, cost: Callable[[int, int], float], rates: Sequence[float], seed: int) -> None:
+        super().__init__(AdaptiveController(len(rates)), cost, rates, seed=seed)
+        self.host = host
+
+    def outcome(self, choice: Choice) -> Outcome:
+        outcome = super().outcome(choice)
+        outcome.hosts = [self.host * (4.0 if self.random.random() < 0.125 else 1.0)]
+        self.seconds += max(0.0, outcome.hosts[0] - outcome.seconds)  # that the device waits
+        return outcome
+
+
+@pytest.mark.parametrize("rate", [0.8, 0.4, 0.05])
+@pytest.mark.parametrize("host", [0.0, 0.8, 1.2, 3.0])
+def test_where_the_host_is_slower_than_the_device_the_choice_is_right_too(host: float, rate: float) -> None:
+    """``host``: in plain steps of the device. At 3.0 a draft of any length costs nothing."""
+    rates, mine = [rate] * 5, host * memory_bound(4, 0)
+    late = lambda bucket, steps: 0.875 * max(mine, memory_bound(bucket, steps)) + 0.125 * max(4 * mine, memory_bound(bucket, steps))  # noqa: E731
+    best = max(speed(late, rates, 4, s) for s in range(6))
+    for seed in range(4):
+        device = Beside(mine, memory_bound, rates, seed)
+        device.run(4000)
+        assert device.tokens / device.seconds > 0.97 * best
+    if (host, rate) == (3.0, 0.8):
+        spent = device.run(1000)
+        assert spent[5] > 0.95 * sum(spent.values())
+
+
 class Uneven(Device):
     """A device that everything takes ``slower`` times as long on in spells of 20 to 150 steps, every 100 to 600. ``even``: seconds without them."""
 
@@ -675,6 +745,20 @@ def test_a_cost_follows_the_pace_that_the_num_steps_in_force_tells() -> None:
     assert costs.known(key) == pytest.approx({4: 2.0, 1: 1.0})
 
 
+def test_a_step_costs_what_the_device_or_the_host_takes_and_the_hosts_longest_times_do_not_count() -> None:
+    costs, key = Costs(), (8, 512)
+    costs.add(key, 4, [9.0, 2.0, 2.0, 2.0], True)
+    costs.add(key, 1, [9.0, 1.0, 1.0, 1.0], False)
+    assert costs.host(8) == 0.0
+    costs.add_hosts(8, [100.0, 0.5, 0.5, 0.5, 1.5, 1.5, 2.5, 2.5])
+    assert costs.host(8) == pytest.approx((3 * 0.5 + 2 * 1.5 + 2 * 2.5) / 7)
+    assert costs.cost(key, 1) == pytest.approx((3 * 1.0 + 2 * 1.5 + 2 * 2.5) / 7)
+    assert costs.all_costs(key, 4)[4] == costs.cost(key, 4) == pytest.approx((5 * 2.0 + 2 * 2.5) / 7)
+    assert costs.known(key) == {4: 2.0, 1: 1.0} and costs.host(4) == 0.0
+    costs.add_hosts(8, [0.1] * 32)
+    assert costs.host(8) == pytest.approx(0.1) and costs.cost(key, 1) == 1.0
+
+
 def test_a_look_undoes_one_that_fell_into_a_slow_moment() -> None:
     costs, key = Costs(), (1, 512)
     costs.add(key, 2, [1.0] * 10, True)
@@ -721,15 +805,7 @@ def test_the_report_says_what_was_chosen_and_why() -> None:
 
 def test_an_engine_turns_off_a_draft_that_is_never_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own, on which a step takes 4 ms and 1 ms more for each drafted token: a busy machine's says anything."""
-    now, plan = [0.0], Pacing.plan
-
-    def planned(pacing: Pacing, batch: Batch) -> None:
-        plan(pacing, batch)
-        now[0] += 0.004 + 0.001 * batch.num_steps
-
-    monkeypatch.setattr(Pacing, "plan", planned)
-    for module in ("engine", "pacing"):
-        monkeypatch.setattr(f"specgen.engine.{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    Time(monkeypatch, _launch_decode=lambda engine, batch: 0.004 + 0.001 * batch.num_steps)
     engine = engine_of("target", "draft_model:draft_never", steps=4, batch=2, adaptive=True)
     result = drive(engine, requests_of([[30], [40], [24]] * 2, SamplingParams(max_tokens=200, ignore_eos=True)))
     assert all(len(ids) == 200 for ids in result.ids)

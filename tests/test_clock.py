@@ -72,10 +72,10 @@ def test_a_launch_is_read_when_it_is_asked_for_and_the_later_ones_are_not_waited
     clock = DeviceClock(4, device.mark)
     numbers = [launch(device, clock, 10, 0) for _ in range(3)]
     device.done = 15
-    clock.collect(numbers[0])
-    assert clock.decode_s == 0.010
+    assert clock.collect(numbers[0]) == clock.decode_s == 0.010
+    assert clock.collect(numbers[0]) is None, "it was read before"
     device.done = 30
-    clock.collect(numbers[2])
+    assert clock.collect(numbers[2]) == 0.010
     assert clock.decode_s == 0.030 and device.waits == 0
     launch(device, clock, 10, 0)
     clock.collect()
@@ -111,12 +111,12 @@ def test_a_launch_that_broke_off_or_is_left_out_counts_nothing() -> None:
     clock.begin()
     device.now += 50
     launch(device, clock, 3, 0)
+    clock.collect()
     clock.begin()
     device.now += 70
-    clock.end(False, False)
-    launch(device, clock, 4, 0)
-    clock.collect()
-    assert (clock.decode_s, clock.prefill_s) == (0.007, 0.0)
+    assert clock.collect(clock.end(False, False)) is None
+    assert [clock.collect(launch(device, clock, *parts)) for parts in ((4, 0), (0, 5), (6, 7))] == [0.004, None, 0.006]
+    assert (clock.decode_s, clock.prefill_s) == (pytest.approx(0.013), 0.012)
 
 
 def test_on_a_cpu_a_mark_is_the_time_it_was_made() -> None:

@@ -23,7 +23,7 @@ from benchmarks.host import drain, naive_host, start
 from benchmarks.timing import Operators
 from specgen.engine.buffers import BufferRing
 from specgen.engine.engine import Engine
-from specgen.engine.memory import PageTable
+from specgen.engine.memory import AHEAD, PageTable
 from specgen.kernels.reference_step import RESULT_COLUMNS
 from specgen.types import Prompt, Request, SamplingParams
 from tests.harness import engine_of, requests_of
@@ -147,8 +147,10 @@ def test_a_step_that_takes_no_page_holds_the_same_for_16_rows_as_for_4() -> None
 
 
 def test_a_step_that_takes_pages_holds_the_list_of_lengths_and_no_more() -> None:
+    """Pages come many at a time while half the pool is free, then one at a time."""
     few, many = traced(steady_engine(4), 100), traced(steady_engine(16), 100)
-    assert sum(many.grew) == 4 * sum(few.grew) == 16 * 100 // PAGE
+    assert {4, 4 * AHEAD} <= {pages for pages in few.grew if pages} and {16, 16 * AHEAD} <= {pages for pages in many.grew if pages}
+    assert sum(many.grew) == 4 * sum(few.grew) and abs(sum(many.grew) - 16 * 100 // PAGE) <= 16 * AHEAD
     assert many.most(grew=True) - few.most(grew=True) <= lengths_list(16) - lengths_list(4)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specgen.draft.base import StepRows
-from specgen.engine.memory import PageTable, ceil_to_page, spec_reserve
+from specgen.engine.memory import AHEAD, PageTable, ceil_to_page, spec_reserve
 from specgen.errors import CapacityError
 from specgen.types import Layout, Prompt, Request, SamplingParams
 from tests.harness import drive, engine_of, requests_of, run
@@ -38,7 +38,7 @@ def alloc(table: PageTable, slots: list[int], lengths: list[int], reserve: int =
 class Pages(RuleBasedStateMachine):
     """Rows come, grow, share prefixes, are preempted and end, in any order; a plain model says what each must hold."""
 
-    @initialize(pages=st.integers(2, 14), page=st.sampled_from([1, 2, 4]))
+    @initialize(pages=st.one_of(st.integers(2, 14), st.sampled_from([60, 130])), page=st.sampled_from([1, 2, 4]))
     def start(self, pages: int, page: int) -> None:
         self.rows, self.page, self.max_tokens = 5, page, 24
         self.table = PageTable(self.rows + 1, self.max_tokens, pages, page, CPU)
@@ -54,7 +54,7 @@ class Pages(RuleBasedStateMachine):
 
     def grow(self, slots: list[int], lengths: list[int], reserve: int, ahead: bool = False) -> bool:
         before = self.snapshot()
-        had = self.table.allocated.copy()
+        had, free = self.table.allocated.copy(), self.table.free_pages
         want = {s: max(int(self.table.allocated[s]), ceil_to_page(n + reserve, self.page)) for s, n in zip(slots, lengths, strict=True)}
         need = sum(want[s] - int(self.table.allocated[s]) for s in slots) // self.page
         fits = need <= self.table.free_pages
@@ -68,10 +68,14 @@ class Pages(RuleBasedStateMachine):
             assert self.table.slack == min(int(self.table.allocated[s]) - n - reserve for s, n in zip(slots, lengths, strict=True))
         if ahead and any(self.table.allocated[s] > want[s] for s in slots):
             assert need and self.table.free_pages >= len(slots), "what is given ahead leaves a page for every row"
+            many = 2 * (free - need - AHEAD * len(slots)) >= self.table.num_pages
+            assert not many or 2 * self.table.free_pages >= self.table.num_pages
+            pages, border = (AHEAD, AHEAD // 2) if many else (1, 1)
             for slot, length in zip(slots, lengths, strict=True):
                 given = int(self.table.allocated[slot])
                 room = int(had[slot]) - length - reserve
-                assert given == (max(want[slot], min(int(had[slot]) + self.page, self.table.width * self.page)) if room < self.page else want[slot])
+                most = min(int(had[slot]) + pages * self.page, self.table.width * self.page)
+                assert given == (max(want[slot], most) if room < border * self.page else want[slot])
                 want[slot] = given
         for slot in slots:
             assert self.table.allocated[slot] == want[slot]
@@ -266,16 +270,19 @@ def test_live_rows_write_only_pages_of_their_own(
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("pages", [23, None])
 @pytest.mark.parametrize(("draft", "topk"), [("draft_model:draft_perfect", 1), ("draft_model:draft_never", 2)])
-def test_a_row_holds_no_more_than_its_length_and_the_reserve(draft: str, topk: int, overlap: int) -> None:
-    engine = engine_of("target", draft, topk=topk, steps=4, page=4, overlap=overlap)
+def test_a_row_holds_no_more_than_its_length_and_the_reserve(draft: str, topk: int, pages: int | None, overlap: int) -> None:
+    """And where half of the pool is free, ``AHEAD`` pages: of 23 that is never so."""
+    engine = engine_of("target", draft, topk=topk, steps=4, page=4, overlap=overlap, pages=pages)
+    ahead = 0 if pages else 4 * AHEAD
     (row,) = requests_of([[30]], SamplingParams(max_tokens=60))
     engine.add(row)
     mark = 0
     while engine.has_work:
         engine.step()
         if row.slot:
-            assert mark <= row.kv_allocated_len <= ceil_to_page(1 + len(row.output_ids) + engine.reserve, 4)
+            assert mark <= row.kv_allocated_len <= ceil_to_page(1 + len(row.output_ids) + engine.reserve, 4) + ahead
             assert row.kv_allocated_len == engine.pages.allocated[row.slot]
             mark = row.kv_allocated_len
     assert mark >= 60 and row.output_ids == endless_text([30], 60)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from specgen.draft.costs import Costs, Key
 
 PERIOD = 8  # decode steps between decisions at first and in a trial
-CALM = 32  # ... once a place has kept its S for a few of them
+CALM = 64  # ... once a place has kept its S for a few of them
 PLAIN = 128  # ... at S = 0, which only a probe can end
 FEW = 4  # decisions after which a place is calm
 BURST = 4  # steps of a probe
@@ -55,9 +55,9 @@ class Outcome:
     """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; reached and accepted: of them, by depth;
     at S = 0 none are counted.
 
-    seconds: of the ``timed`` steps, those beside which no prefill ran. ``times``: of each that is the plain cost of such a step.
-    ``caught_up``: the drafter was brought up to date in it, or the host launched that for the step after it; ``launching``: what it launched belongs
-    to a trial; ``capture_s``: seconds of it spent on a graph capture. These come one step at a time.
+    seconds: of the ``timed`` steps. ``times``: of each that is the plain cost of such a step. ``hosts``: what the host alone took for some, where it
+    works beside the device. ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it that went into a graph capture.
+    Such steps come one at a time.
     """
 
     steps: int
@@ -67,9 +67,18 @@ class Outcome:
     seconds: float = 0.0
     timed: int = 0
     times: Sequence[float] = ()
+    hosts: Sequence[float] = ()
     caught_up: bool = False
-    launching: bool = False
     capture_s: float = 0.0
+
+
+class View(NamedTuple):
+    """What is known of a place, by S: tokens a row is expected to commit in a step, seconds of one, their ratio, and which S have been timed here."""
+
+    tokens: list[float]
+    costs: list[float]
+    rates: list[float]
+    timed: Collection[int]
 
 
 class Acceptance:
@@ -178,7 +187,6 @@ class AdaptiveController:
     price: float = math.inf  # what the next probe is expected to cost
     trial_left: int = 0
     capture_s: float = 0.0  # of the last graph capture
-    launch_s: float = 0.0  # of a catching up, what the step before it took longer
     catch_ups: deque[float] | None = None  # seconds of the last ones; None until there was one, which may have compiled something
 
     def __post_init__(self) -> None:
@@ -199,71 +207,69 @@ class AdaptiveController:
         key = bucket, context
         place = self.places.get(key)
         if place is None:
-            home = self.max_steps if not self.places else max(range(self.max_steps + 1), key=self._rates(key).__getitem__)
+            home = self.max_steps if not self.places else max(range(self.max_steps + 1), key=self._view(key).rates.__getitem__)
             place = self.places[key] = Place(home, left=PERIOD)
         if place.left <= 1:
             burst = 0
             if place.home or place.news or self._may_probe(place):
                 place.news = False
-                rates = self._rates(key)
-                self._decide(key, place, rates)
-                burst, steps, trial = self._explore(key, place, rates)
+                view = self._view(key)
+                self._decide(place, view)
+                burst, steps, trial = self._explore(place, view)
             if burst:
-                place.left, place.kept, place.news = burst + 2, 0, True  # decide once the last step of the burst is known
+                place.left, place.news = burst + 2, True  # decide once the last step of the burst is known
                 return Choice(bucket, context, steps, trial, burst - 1)
             calm = PERIOD if place.kept < FEW or self.trial_left else CALM
-            untimed = place.home == 0 and 0 not in self.costs.known(key)
+            untimed = place.home == 0 and 0 not in self.costs.timed(key)
             place.left = calm if place.home or untimed else PLAIN
             place.news |= untimed  # its cost will be
         trial = place.home > 0 and self.trial_left > 0
         self.trial_left = max(0, self.trial_left - place.left * trial)
         return Choice(bucket, context, place.home, trial, place.left - 1)
 
-    def _rates(self, key: Key) -> list[float]:
-        """Expected tokens a second and row of 0 .. ``max_steps`` steps."""
+    def _view(self, key: Key) -> View:
         tokens, costs = self.acceptance.all_expected(self.max_steps), self.costs.all_costs(key, self.max_steps)
-        return [each / cost for each, cost in zip(tokens, costs, strict=True)]
+        return View(tokens, costs, [each / cost for each, cost in zip(tokens, costs, strict=True)], self.costs.timed(key))
 
-    def _decide(self, key: Key, place: Place, rates: list[float]) -> None:
+    def _decide(self, place: Place, view: View) -> None:
         """Move to the best S when it is clearly better than the one in force."""
         place.kept += 1
+        rates, costs = view.rates, view.costs
         best = max(range(self.max_steps + 1), key=rates.__getitem__)
         if best == 0 < place.home:
             # From S = 0 the way back is slow: it has to be better than the draft may turn out to be.
-            maybe, cost = self.acceptance.optimism, self.costs.cost
-            drafts = range(1, self.max_steps + 1)
-            if max(1 / cost(key, s) + maybe * (rates[s] - 1 / cost(key, s)) for s in drafts) > rates[0]:
+            maybe, drafts = self.acceptance.optimism, range(1, self.max_steps + 1)
+            if max(1 / costs[s] + maybe * (rates[s] - 1 / costs[s]) for s in drafts) > rates[0]:
                 best = max(drafts, key=rates.__getitem__)
         gain = rates[best] / rates[place.home]
-        untimed = best not in self.costs.known(key)
+        untimed = best not in view.timed
         if best == place.home or (best and gain < GAIN) or (untimed and gain < SURE_GAIN and place.seconds < PATIENCE * self.capture_s):
             return
         if place.home == 0:
             self.trial_left = TRIAL
         place.home, place.kept = best, 0
 
-    def _explore(self, key: Key, place: Place, rates: list[float]) -> tuple[int, int, bool]:
+    def _explore(self, place: Place, view: View) -> tuple[int, int, bool]:
         """What to try that is not in force, as (steps of the burst, S, whether it is a trial), no steps for nothing: the best S > 0 from S = 0 when
         the budget allows; S = 0, or one step more where that was never timed, which may be better; what was timed in a few steps only, again."""
         if place.home == 0:
-            return self._probe(key, place, rates)
-        cost, known = self.costs.cost, self.costs.known(key)
-        tokens, now = self.acceptance.expected, cost(key, place.home)
-        more = min(place.home + 1, self.max_steps)
+            return self._probe(place, view)
+        tokens, costs, rates, timed = view
+        now, more = costs[place.home], min(place.home + 1, self.max_steps)
         # What may be better: no draft, at nine tenths of its known cost or three quarters of the estimate; one step more, never timed, at no cost.
-        wanted = [(0, LATER)] if (1.1 if 0 in known else 1.33) * rates[0] > rates[place.home] else []
+        wanted = [(0, LATER)] if (1.1 if 0 in timed else 1.33) * rates[0] > rates[place.home] else []
         if not self.costs.shaped:
             wanted = [(place.home // 2, 1)]  # a second point, from which the others' costs are estimated
-        wanted += [(more, 1)] if more not in known and tokens(more) > GAIN * tokens(place.home) else []
+        wanted += [(more, 1)] if more not in timed and tokens[more] > GAIN * tokens[place.home] else []
         # And what is known, lest the few steps it was timed in misled: soon at first, then the neighbours now and then and the others rarely.
-        again = sorted((steps for steps in known if 0 < steps != place.home), key=lambda steps: place.looked.get(steps, 0.0))
+        again = sorted((steps for steps in timed if 0 < steps != place.home), key=lambda steps: place.looked.get(steps, 0.0))
         wanted += [(steps, LATER if abs(steps - place.home) == 1 else RARELY) for steps in again]
         for steps, weight in wanted:
             # A cost that is out of proportion was measured in a bad moment: a step grows no faster than the tokens it drafts and verifies.
-            there = min(cost(key, steps), now * max(1.0, (steps + 1) / (place.home + 1)))
-            loss = max(0.05 * now, there - now * tokens(steps) / tokens(place.home))
+            there = min(costs[steps], now * max(1.0, (steps + 1) / (place.home + 1)))
+            loss = max(0.05 * now, there - now * tokens[steps] / tokens[place.home])
             rare = place.rare.get(steps, 1)
-            price = min(weight, rare) * BURST * loss + (0.0 if steps in known else self.capture_s)
+            price = min(weight, rare) * BURST * loss + (0.0 if steps in timed else self.capture_s)
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
                 place.looked[steps], place.rare[steps] = place.seconds, min(2 * rare, RARELY)
@@ -274,13 +280,13 @@ class AdaptiveController:
         """Whether there is time to draft from S = 0, as far as the last look at it tells."""
         return self.credit >= self.price or (place.first_look and place.seconds > FIRST_LOOK * self.price)
 
-    def _probe(self, key: Key, place: Place, rates: list[float]) -> tuple[int, int, bool]:
+    def _probe(self, place: Place, view: View) -> tuple[int, int, bool]:
         """Draft for a few steps from S = 0: when the budget pays for the expected loss, and once early in each place where it may well be no loss."""
-        known, plain = self.costs.known(key), self.costs.cost(key, 0)
-        best = max(range(1, self.max_steps + 1), key=rates.__getitem__)
-        loss = BURST * max(self.costs.cost(key, best) - self.acceptance.expected(best) * plain, 0.05 * plain)
-        self.price = loss + max(self.catch_up_s, plain) + (0.0 if best in known else self.capture_s)
-        place.first_look = not any(known.keys() - {0}) and 1.33 * rates[best] > rates[0]
+        tokens, costs, rates, timed = view
+        plain, best = costs[0], max(range(1, self.max_steps + 1), key=rates.__getitem__)
+        loss = BURST * max(costs[best] - tokens[best] * plain, 0.05 * plain)
+        self.price = loss + max(self.catch_up_s, plain) + (0.0 if best in timed else self.capture_s)
+        place.first_look = not any(timed) and 1.33 * rates[best] > rates[0]
         if not self._may_probe(place):
             return 0, 0, False
         self.acceptance.soften()
@@ -304,46 +310,33 @@ class AdaptiveController:
             self.acceptance.add(outcome.steps, outcome.rows, outcome.reached, outcome.accepted)
         if not outcome.timed:
             return
-        spent.seconds += outcome.seconds
-        if place is not None:
-            place.seconds += outcome.seconds
         self.costs.add(choice.key, choice.num_steps, outcome.times, place is None or choice.num_steps == place.home)
-        self._pay(choice, outcome)
+        self.costs.add_hosts(choice.bucket, outcome.hosts)
+        seconds = max(outcome.seconds, outcome.timed * self.costs.host(choice.bucket))
+        spent.seconds += seconds
+        if place is not None:
+            place.seconds += seconds
+        self._pay(choice, outcome, seconds)
 
-    def _pay(self, choice: Choice, outcome: Outcome) -> None:
-        """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most.
-
-        With overlap the host launches a trial's first step, catching up included, while the step before it runs: what that one takes longer than
-        usual is the trial's loss too.
-        """
-        self.credit += PROBE_SHARE * outcome.seconds
-        longer = max(0.0, outcome.seconds - outcome.timed * self.costs.cost(choice.key, choice.num_steps))
+    def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:
+        """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most."""
+        self.credit += PROBE_SHARE * seconds
         if choice.trial:
             tokens = outcome.timed * (1 + sum(outcome.accepted) / max(1, outcome.rows))
-            self.credit -= outcome.seconds - tokens * self.costs.cost(choice.key, 0)
-        elif outcome.launching:
-            self.credit -= longer
-        if outcome.caught_up:
-            self._caught_up(choice.num_steps > 0, max(0.0, longer - outcome.capture_s))
+            self.credit -= seconds - tokens * self.costs.cost(choice.key, 0)
+        if outcome.caught_up and self.catch_ups is None:
+            self.catch_ups = deque(maxlen=3)
+        elif self.catch_ups is not None and outcome.caught_up and not outcome.capture_s:
+            self.catch_ups.append(max(0.0, seconds - self.costs.cost(choice.key, choice.num_steps)))
         self.credit = min(self.credit, 2 * self.price)
 
-    def _caught_up(self, there: bool, seconds: float) -> None:
-        """Note what catching up took: in the step before it, or ``there``, in the step itself."""
-        if not there:
-            self.launch_s = seconds
-            return
-        if self.catch_ups is None:
-            self.catch_ups = deque(maxlen=3)
-        else:
-            self.catch_ups.append(self.launch_s + seconds)
-        self.launch_s = 0.0
-
     def report(self) -> list[dict[str, Any]]:
-        """What was chosen and why: for each (bucket, S) its steps, the seconds of those without a prefill, the cost of one, and the tokens a row is
-        expected to commit in it. ``cost_ms`` is None where it was never measured."""
+        """What was chosen and why: for each (bucket, S) its steps, the seconds they took, the cost of one, and the tokens a row is expected to commit
+        in it. ``cost_ms`` is None where it was never measured."""
         rows = []
         for (bucket, steps), spent in sorted(self.spent.items()):
-            cost = self.costs.known((bucket, spent.context)).get(steps)
+            key = bucket, spent.context
+            cost = self.costs.cost(key, steps) if steps in self.costs.timed(key) else None
             rows.append(
                 {
                     "bucket": bucket,

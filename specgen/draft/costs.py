@@ -5,19 +5,24 @@ Boundary: plain numbers, as ``draft.adaptive``, which says what it runs and take
 Only a few steps are ever timed of a num_steps S that is not in force, and long ago as often as not. Whatever slows the machine down for a while
 (another process, the clock of a hot GPU) slows every S, so the time of one S now does not compare with the time of another then. What is kept of an S
 is therefore its ratio to the pace of the steps around it, and the S in force tells the pace.
+
+Where the host works beside the device, a step takes the longer of the two, and the host takes about as long at every S.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 RECENT = 17  # times of the S in force that the pace is taken from
 FIRST = 9  # times of an S that came into force that go into its ratio
 PRIOR = 8  # times that what was known of a ratio counts beside new ones
 ENOUGH = 3  # times from which anything is taken at all
+HOSTS = 32  # times of the host that are kept; an eighth of them, the longest, do not count
 Key = tuple[int, int]
 
 
@@ -63,12 +68,49 @@ class Pace:
         return {num_steps: ratio * self.seconds for num_steps, ratio in self.ratios.items()}
 
 
+class Host:
+    """What the host takes for a step of one bucket beside the device: its last ``HOSTS`` times but the longest eighth, in seconds, in order."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=HOSTS)
+        self._sorted: list[float] = []
+        self._sums = [0.0]  # of the longest 0, 1, 2, ... of those that count
+
+    def add(self, seconds: Sequence[float]) -> None:
+        """Note times of steps."""
+        self._last.extend(seconds)
+        self._sorted = sorted(self._last)[: len(self._last) - len(self._last) // 8]
+        self._sums = [0.0, *itertools.accumulate(reversed(self._sorted))]
+
+    def beside(self, seconds: float) -> float:
+        """Seconds of a step that takes the device so long: the mean of the longer of the two."""
+        known = self._sorted
+        if not known:
+            return seconds
+        shorter = bisect(known, seconds)
+        return (shorter * seconds + self._sums[len(known) - shorter]) / len(known)
+
+
 class Costs:
     """Seconds of a step by (bucket, context) and S: lower quartiles of the last few times, after the first, which may have compiled something: what
     disturbs a step mostly makes it longer, and a few steps are all that is known of an S at first."""
 
     def __init__(self) -> None:
         self._paces: dict[Key, Pace] = {}
+        self._hosts: dict[int, Host] = {}
+
+    def add_hosts(self, bucket: int, seconds: Sequence[float]) -> None:
+        """Note what the host took for steps of a bucket, where it works beside the device."""
+        if seconds:
+            self._hosts.setdefault(bucket, Host()).add(seconds)
+
+    def host(self, bucket: int) -> float:
+        """Seconds a step of a bucket takes at least, 0 where the host does not work beside the device."""
+        return self._beside(bucket, 0.0)
+
+    def _beside(self, bucket: int, seconds: float) -> float:
+        host = self._hosts.get(bucket)
+        return seconds if host is None else host.beside(seconds)
 
     def add(self, key: Key, num_steps: int, seconds: Sequence[float], in_force: bool) -> None:
         """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``.
@@ -82,8 +124,13 @@ class Costs:
         if seconds:
             pace.add(num_steps, seconds, in_force)
 
+    def timed(self, key: Key) -> Collection[int]:
+        """The S that have been timed often enough in a key."""
+        pace = self._paces.get(key)
+        return pace.ratios if pace is not None else ()
+
     def known(self, key: Key) -> dict[int, float]:
-        """The measured costs of a key."""
+        """The measured times of a key, the host's apart."""
         pace = self._paces.get(key)
         return pace.costs() if pace is not None else {}
 
@@ -100,19 +147,20 @@ class Costs:
         """Measured or estimated seconds; with nothing measured in this key, right up to a factor that all S share."""
         pace = self._paces.get(key)
         if pace is not None and num_steps in pace.ratios:
-            return pace.ratios[num_steps] * pace.seconds
+            return self._beside(key[0], pace.ratios[num_steps] * pace.seconds)
         return self.all_costs(key, num_steps)[num_steps]
 
     def all_costs(self, key: Key, most: int) -> list[float]:
         """``cost`` of 0 .. ``most`` steps."""
         known = self.known(key)
+        if not known:
+            shape = self._nearest_shape(key)
+            return [_on_line(shape, steps) for steps in range(most + 1)]
         if len(known) > 1:
-            return [_on_line(known, steps) for steps in range(most + 1)]
-        shape = self._nearest_shape(key)
-        scale = 1.0
-        for steps, seconds in known.items():
-            scale = seconds / _on_line(shape, steps)
-        return [scale * _on_line(shape, steps) for steps in range(most + 1)]
+            return [self._beside(key[0], _on_line(known, steps)) for steps in range(most + 1)]
+        shape, ((timed, seconds),) = self._nearest_shape(key), known.items()
+        scale = seconds / _on_line(shape, timed)
+        return [self._beside(key[0], scale * _on_line(shape, steps)) for steps in range(most + 1)]
 
     def _nearest_shape(self, key: Key) -> dict[int, float]:
         others = [(other, pace) for other, pace in self._paces.items() if len(pace.ratios) > 1]

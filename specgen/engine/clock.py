@@ -71,20 +71,25 @@ class DeviceClock:
             self._made += 1
         return self._made
 
-    def collect(self, launches: int | None = None) -> None:
-        """Read the launches up to number ``launches`` (all when None), waiting for what the device has not finished."""
+    def collect(self, launches: int | None = None) -> float | None:
+        """Read the launches up to number ``launches`` (all when None), waiting for what the device has not finished. Returns the seconds of the last
+        one's decode part; None where it had none, or nothing was left to read."""
+        seconds = None
         while self._read < (self._made if launches is None else launches):
-            self._take()
+            seconds = self._take()
+        return seconds
 
-    def _take(self) -> None:
-        """Read the oldest launch."""
+    def _take(self) -> float | None:
+        """Read the oldest launch: the seconds of its decode part."""
         place = self._read % len(self._marks)
         first, middle, _ = self._marks[place]
         last = self._lasts[place]
         last.synchronize()
-        decode, prefill = self._decodes[place], self._prefills[place]
+        decode, prefill, seconds = self._decodes[place], self._prefills[place], None
         if decode:
-            self.decode_s += first.elapsed_time(middle if prefill else last) / 1000
+            seconds = first.elapsed_time(middle if prefill else last) / 1000
+            self.decode_s += seconds
         if prefill:
             self.prefill_s += (middle if decode else first).elapsed_time(last) / 1000
         self._read += 1
+        return seconds

@@ -139,7 +139,8 @@ class Engine:
         self.ring = StateRing(*ring, self.max_length, self.device) if adaptive else None
         limit = self.max_length + self.reserve
         controller = AdaptiveController(self.num_steps)
-        self.pacing = Pacing(controller, drafter, self.graphs, max_batch, limit, self.overlap) if adaptive else None
+        sizes = max_batch, limit, self._result.shape[1]
+        self.pacing = Pacing(controller, drafter, *sizes, self.overlap, self.device.type == "cuda") if adaptive else None
         mean = draft.simulate_acceptance_length
         self.simulation = Simulation(mean, max_batch + 1, self.device) if mean is not None and self.num_steps else None
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
@@ -178,10 +179,8 @@ class Engine:
         done = self.scheduler.take_finished_early()
         start, before = time.perf_counter(), self.scheduler.decoded_tokens
         batch = self.scheduler.next_batch(self.num_steps)
-        if self.pacing is not None:
-            self.pacing.begin(start)
-            if batch.decode:
-                self.pacing.plan(batch)
+        if self.pacing is not None and batch.decode:
+            self.pacing.plan(batch)
         launched = bool(batch.decode or batch.chunks)
         if launched:
             flight = self._try_launch(batch)
@@ -193,8 +192,7 @@ class Engine:
             flight = self.in_flight.popleft()
             done += self.retire(flight)
             if self.pacing is not None:
-                landed = flight.decode_result
-                self.pacing.retired(flight.batch, None if landed is None else landed.np[: len(flight.batch.decode)], batch)
+                self.pacing.retired(flight, self.in_flight[-1] if self.in_flight else None, start)
             if flight.batch.decode and not flight.batch.chunks and batch.decode and not batch.chunks:
                 seconds = time.perf_counter() - start
                 self.times.step_ms.append(1000 * seconds)
@@ -290,7 +288,8 @@ class Engine:
             if batch.decode:
                 self.clock.between()
             self._launch_prefill(batch.chunks, flight)
-        timed = self._capture_seconds == captured  # capturing is the host's work
+        flight.capture_s = self._capture_seconds - captured
+        timed = not flight.capture_s  # capturing is the host's work
         alone = flight.decode_result if flight.decode_logprobs is None and not batch.chunks else None
         landed = None if alone is None or self.device.type != "cuda" else alone.event  # the copy of the results is the launch's end
         flight.launches = self.clock.end(timed and bool(batch.decode), timed and bool(batch.chunks), landed)
@@ -493,8 +492,9 @@ class Engine:
         self.awaited = flight
         done: list[Request] = []
         if flight.decode_result is not None:
-            n = len(flight.batch.decode)
+            n, before = len(flight.batch.decode), time.perf_counter()
             flight.decode_result.wait()
+            flight.waited_s = time.perf_counter() - before
             result = flight.decode_result.np[:n, : RESULT_COLUMNS + flight.batch.num_steps + 1]
             done += self.scheduler.retire_decode(flight.batch.decode, result, read(flight.decode_logprobs, n))
         if flight.prefill_result is not None:
@@ -502,7 +502,7 @@ class Engine:
             flight.prefill_result.wait()
             done += self.scheduler.retire_prefill(flight.finals, flight.prefill_result.np[:n], read(flight.prefill_logprobs, n))
         if flight.decode_result is not None or flight.prefill_result is not None:
-            self.clock.collect(flight.launches)
+            flight.decode_s = self.clock.collect(flight.launches)
         if self.grammar is not None:
             for request in done:
                 self.grammar.release(request)

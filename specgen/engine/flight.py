@@ -19,7 +19,8 @@ from specgen.types import Request
 
 @dataclass
 class InFlight:
-    """A launched step: who was in it, and the host buffers its results land in."""
+    """A launched step: who was in it, and the host buffers its results land in. ``capture_s``: seconds of its launch spent on a graph capture. Known
+    once it is retired: ``waited_s``, seconds that the host waited for it, and ``decode_s``, the device's for its decode part (``engine.clock``)."""
 
     batch: Batch
     finals: list[tuple[Request, int]]
@@ -29,6 +30,9 @@ class InFlight:
     prefill_logprobs: CpuGpuBuffer | None = None
     launches: int = 0  # that the engine's clock has read once it has read this one
     marker: torch.cuda.Event | None = None  # the end of a step without results, a prompt's middle
+    capture_s: float = 0.0
+    waited_s: float = 0.0
+    decode_s: float | None = None
 
     def landed(self) -> bool:
         """Whether everything launched for the step is done, asked without waiting."""

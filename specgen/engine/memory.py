@@ -15,6 +15,8 @@ import torch
 from specgen.engine.buffers import BufferRing, CpuGpuBuffer
 from specgen.types import Request
 
+AHEAD = 8  # pages that a row is given at once while the pool is half empty
+
 
 def ceil_to_page(tokens: int, page_size: int) -> int:
     """The least multiple of ``page_size`` that holds ``tokens``."""
@@ -60,7 +62,9 @@ class PageTable:
         self.slack = 0  # tokens that every row of the last allocation may grow by before another is needed, where that is known
         # Scratch of one allocation, so that a decode step creates no array.
         self._have, self._want, self._grows, self._index, self._pages = np.zeros((5, rows), np.int64)
-        self._page_ids = np.zeros(rows, np.int32)
+        self._page_ids = np.zeros(rows * AHEAD, np.int32)
+        self._wheres, self._many_pages, self._ons = np.zeros((3, rows, AHEAD), np.int64)
+        self._nth = np.tile(np.arange(AHEAD), (rows, 1))
         self._short = np.zeros(rows, np.bool_)
         # Table entries written since the last upload, and the ring they travel in: n indices, then n values of half the size.
         entries = rows * max(1, self.width)
@@ -80,7 +84,8 @@ class PageTable:
         pool cannot serve the whole batch. Only after the table is written are the new lengths read, once, and each watermark raised. A batch that
         was the last to be raised, and whose rows still have room, is left as it is. ``ahead``: once a row needs a page, every row with room for less
         than a page is given one too, as long as as many pages stay free as there are rows; so a decoding batch is looked at once a page, and not
-        whenever the next of its rows comes to a border.
+        whenever the next of its rows comes to a border. While half the pool stays free all the same, it is ``AHEAD`` pages for every row with room
+        for less than half as many: a small model's step is shorter than such a look.
         """
         n = len(slots)
         have, want = self._have[:n], self._want[:n]
@@ -102,7 +107,8 @@ class PageTable:
             return False
         if total:
             if ahead and total + 2 * n <= self._num_free:
-                total = self._look_ahead(have, want, committed, reserve, held)
+                many = 2 * (self._num_free - total - AHEAD * n) >= self.num_pages
+                total = self._look_ahead(have, want, committed, reserve, AHEAD if many else 1, held)
             self._extend(slots, have, want, total)
             self.allocated[slots] = want
         raise_watermarks(requests, want)
@@ -113,14 +119,14 @@ class PageTable:
             self.slack = int(np.minimum.reduce(have)) - reserve
         return True
 
-    def _look_ahead(self, have: np.ndarray, want: np.ndarray, committed: np.ndarray, reserve: int, held: int) -> int:
-        """Raise ``want`` by a page for the rows that keep their capacity and have room for less than a page in it; returns the pages wanted by all.
-        ``held``: the sum of ``have``."""
+    def _look_ahead(self, have: np.ndarray, want: np.ndarray, committed: np.ndarray, reserve: int, pages: int, held: int) -> int:
+        """Give ``pages`` to the rows with room for less than half as many, or less than one: raise ``want`` to that, and return the pages wanted by
+        all. ``held``: the sum of ``have``."""
         n, page = len(have), self.page_size
         more, short = self._grows[:n], self._short[:n]
         np.subtract(have, committed, out=more)
-        np.less(more, reserve + page, out=short)
-        np.multiply(short, page, out=more)
+        np.less(more, reserve + max(1, pages // 2) * page, out=short)
+        np.multiply(short, pages * page, out=more)
         np.add(more, have, out=more)
         np.minimum(more, self.width * page, out=more)
         np.maximum(want, more, out=want)
@@ -136,8 +142,11 @@ class PageTable:
         np.floor_divide(have, page, out=have)
         np.multiply(slots, self.width, out=index)
         np.add(index, have, out=index)
-        if np.maximum.reduce(grows) == 1:
+        most = np.maximum.reduce(grows)
+        if most == 1:
             self._extend_by_one(grows, index, total)
+        elif most == AHEAD and np.count_nonzero(grows) * AHEAD == total:
+            self._extend_by_many(grows, index, total)
         else:
             first = np.cumsum(grows) - grows
             where = np.repeat(index - first, grows) + np.arange(total)
@@ -154,6 +163,25 @@ class PageTable:
         self._free.take(place, 0, pages, "clip")
         np.multiply(pages, grows, out=pages)
         self._give(index, pages, total)
+        self.refcount[0] = 0
+
+    def _extend_by_many(self, grows: np.ndarray, index: np.ndarray, total: int) -> None:
+        """``_extend_by_one`` for rows that grow by ``AHEAD`` pages."""
+        n = len(grows)
+        where, pages, nth, place = self._wheres[:n], self._many_pages[:n], self._nth[:n], self._have[:n]
+        np.cumsum(grows, out=place)
+        np.subtract(self._num_free, place, out=place)
+        np.copyto(where, place[:, None])  # arithmetic on unequal shapes makes hidden arrays
+        np.add(where, nth, out=where)
+        self._free.take(where, 0, pages, "clip")
+        np.copyto(where, index[:, None])
+        np.add(where, nth, out=where)
+        np.floor_divide(grows, AHEAD, out=grows)
+        on = self._ons[:n]
+        np.copyto(on, grows[:, None])
+        np.multiply(where, on, out=where)
+        np.multiply(pages, on, out=pages)
+        self._give(where.reshape(-1), pages.reshape(-1), total)
         self.refcount[0] = 0
 
     def _give(self, where: np.ndarray, pages: np.ndarray, total: int) -> None:

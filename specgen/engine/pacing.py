@@ -1,7 +1,9 @@
 """Adaptive speculation inside the engine: asks the controller before each decode step, times the step, and reports what came of it.
 
 Boundary: host bookkeeping between the engine and ``draft.adaptive``; no tensors but a retired step's numbers, already on the host. What a step's time
-is: with overlap the interval between two retirements, which in steady state is the device's time; without, the time of the call.
+is: without overlap, that of the call. With overlap the host works on one step while the device runs another, and the longer of the two decides. The
+device's time lies between its own marks (``engine.clock``), which no delay of the host makes shorter; the host's is the interval between two
+retirements without what it waited for the device.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import numpy as np
 from specgen.draft.adaptive import Choice, Outcome
 from specgen.draft.base import Drafter
 from specgen.engine.batch import Batch
-from specgen.engine.graphs import StepGraphs, bucket_of, context_of
-from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END, RESULT_COLUMNS
+from specgen.engine.flight import InFlight
+from specgen.engine.graphs import bucket_of, context_of
+from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
 
 FEW = 8  # rows that a loop counts sooner than numpy does
-UNTOLD_STEPS = 32  # with a draft: so many are kept until they are told
+UNTOLD_STEPS = 64  # so many are kept until they are told
+HOST_TIMES = 8  # of the host are taken until they are told
 
 
 class Controller(Protocol):
@@ -44,35 +48,32 @@ class Paced:
 
 
 class Pacing:
-    """One engine's choices. ``skipped``: steps launched without a draft since the drafter last ran.
+    """One engine's choices. ``skipped``: steps launched without a draft since the drafter last ran. ``cuda``: whether the device works beside
+    the host when steps overlap (a CPU device's work is the host's). ``columns``: of a step's result.
 
     A choice holds for a run of steps, and what came of them is told together: with a small model a step is hardly longer than choosing and telling.
     """
 
-    def __init__(self, controller: Controller, drafter: Drafter, graphs: StepGraphs | None, max_batch: int, limit: int, overlap: int) -> None:
-        self.controller, self.drafter, self.graphs = controller, drafter, graphs
+    def __init__(self, controller: Controller, drafter: Drafter, max_batch: int, limit: int, columns: int, overlap: int, cuda: bool) -> None:
+        self.controller, self.drafter = controller, drafter
         self.max_batch, self.limit, self.overlap = max_batch, limit, overlap
+        self.beside = cuda and overlap > 0
         self.skipped = 0
         self._steps = drafter.num_steps  # the last S > 0
-        self._start = self._last = 0.0
+        self._last = 0.0  # when a step was last retired
         self._steady = False  # the step retired before was a decode step alone, and the next was launched by then
-        self._captured = 0.0
         self._run = Paced(Choice(0, 0, 0), 0)
         self._left = 0  # steps of the run that may still be launched
         self._decode: Any = None  # the rows of the last step, and their bucket and context
         self._key = 0, 0
         # Steps retired and not yet told, all of one choice.
         self._of = self._run.choice
-        self._untold, self._times = 0, list[float]()
-        self._rows = np.zeros((UNTOLD_STEPS * max_batch, RESULT_COLUMNS), np.int32)
+        self._untold, self._times, self._hosts = 0, list[float](), list[float]()
+        self._rows = np.zeros((UNTOLD_STEPS * max_batch, columns), np.int32)
         self._num_rows = 0
 
-    def begin(self, now: float) -> None:
-        """A call of ``Engine.step`` began at ``now``."""
-        self._start = now
-
     def pause(self) -> None:
-        """The engine stood still for a while: the time until the next step is retired says nothing."""
+        """The engine stood still for a while: the time until the next step is retired says nothing of the host."""
         self._steady = False
 
     def restart(self, controller: Controller) -> None:
@@ -82,54 +83,71 @@ class Pacing:
 
     def plan(self, batch: Batch) -> None:
         """Set the num_steps of a batch and what its drafter has to follow first."""
-        if batch.decode is not self._decode or batch.max_len > self._key[1]:
-            self._decode = batch.decode
-            self._key = bucket_of(len(batch.decode), self.max_batch), context_of(batch.max_len, self.limit)
-        choice = self._run.choice
-        if self._left and self._key == choice[:2]:
-            self._left -= 1
-            batch.paced = self._run
+        run = self._run
+        if batch.decode is self._decode and batch.max_len <= self._key[1] and self._left:
+            self._left -= 1  # as the step before: nothing to decide
         else:
-            self._tell()
-            choice = self.controller.choose(*self._key)
-            self._left, self._run = choice.more, Paced(choice, 0)
-            batch.paced = Paced(choice, self.skipped) if choice.num_steps else self._run
-        batch.num_steps, batch.catch_up = choice.num_steps, batch.paced.catch_up
-        if not choice.num_steps:
+            run = self._planned(batch)
+        batch.paced, batch.num_steps = run, run.choice.num_steps
+        if not batch.num_steps:
             self.skipped += 1
-            return
-        self.skipped = 0
+
+    def _planned(self, batch: Batch) -> Paced:
+        """The choice for a batch that is not the one before, or whose run is over."""
+        self._decode = batch.decode
+        self._key = bucket_of(len(batch.decode), self.max_batch), context_of(batch.max_len, self.limit)
+        if self._left and self._key == self._run.choice[:2]:
+            self._left -= 1
+            return self._run
+        self._tell()
+        choice = self.controller.choose(*self._key)
+        self._left, self._run = choice.more, Paced(choice, 0)
+        if not choice.num_steps:
+            return self._run
         if choice.num_steps != self._steps:
             self.drafter.use_steps(choice.num_steps)
             self._steps = choice.num_steps
+        skipped, self.skipped, batch.catch_up = self.skipped, 0, self.skipped
+        return Paced(choice, skipped) if skipped else self._run
 
-    def retired(self, batch: Batch, result: np.ndarray | None, launched: Batch) -> None:
-        """A step was retired while ``launched`` was the newest one. result [n, columns] int32, or None for a step without decode rows."""
-        now = time.perf_counter()
-        since, self._last = self._last, now
-        steady, self._steady = self._steady, bool(batch.decode and launched.decode) and not batch.chunks
-        paced, following = batch.paced, launched.paced
-        capture_s = 0.0 if self.graphs is None else self.graphs.capture_seconds - self._captured
-        self._captured += capture_s
-        if paced is None or result is None:
+    def retired(self, flight: InFlight, newest: InFlight | None, start: float) -> None:
+        """A step was retired while ``newest`` was the last one launched, None where nothing is in flight; the call of ``Engine.step`` began at
+        ``start``."""
+        batch, seconds = flight.batch, flight.decode_s
+        if self.beside:
+            if len(self._hosts) < HOST_TIMES:
+                self._time_host(flight, newest)
+        elif not self.overlap and seconds is not None:
+            seconds = time.perf_counter() - start if not batch.chunks else None
+        paced, landed = batch.paced, flight.decode_result
+        if paced is None or landed is None:
             return
-        if self.overlap:
-            seconds = now - since if steady and not batch.chunks and not launched.chunks else None
-        else:
-            seconds = now - self._start if not batch.chunks else None
-        launching = following is not None and following is not paced and following.catch_up > 0
-        if capture_s or paced.catch_up or launching:
-            self._tell_alone(paced, result, seconds, capture_s, following if following is not paced else None)
+        if paced.catch_up or flight.capture_s:
+            self._tell_alone(paced, landed.np[: len(batch.decode)], seconds, flight.capture_s)
             return
-        if paced.choice is not self._of or self._num_rows + len(result) > len(self._rows):
+        if paced.choice is not self._of or self._untold == UNTOLD_STEPS:
             self._tell()
             self._of = paced.choice
         self._untold += 1
         if seconds is not None:
             self._times.append(seconds)
-        if paced.choice.num_steps:
-            self._rows[self._num_rows : self._num_rows + len(result)] = result[:, :RESULT_COLUMNS]
-            self._num_rows += len(result)
+        if batch.num_steps:
+            begin = self._num_rows
+            self._num_rows = end = begin + len(batch.decode)
+            self._rows[begin:end] = landed.np[: end - begin]
+
+    def _time_host(self, flight: InFlight, newest: InFlight | None) -> None:
+        """Note what the host took since the last retirement, where it did nothing but launch and retire plain decode steps."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last - flight.waited_s, now
+        steady, batch = self._steady, flight.batch
+        if newest is None or batch.chunks or not batch.decode:
+            self._steady = False
+            return
+        latest = newest.batch
+        self._steady = bool(latest.decode)
+        if steady and latest.decode and not (latest.chunks or latest.catch_up or newest.capture_s):
+            self._hosts.append(seconds)
 
     def report(self) -> list[dict[str, Any]]:
         """The controller's, of every step retired so far."""
@@ -141,21 +159,19 @@ class Pacing:
         if not self._untold:
             return
         outcome = _outcome(self._rows[: self._num_rows], self._of.num_steps)
-        outcome.steps, outcome.timed, outcome.seconds, outcome.times = self._untold, len(self._times), sum(self._times), self._times
-        self._untold, self._times, self._num_rows = 0, [], 0
+        outcome.steps, outcome.timed, outcome.seconds = self._untold, len(self._times), sum(self._times)
+        outcome.times, outcome.hosts = self._times, self._hosts
+        self._untold, self._times, self._hosts, self._num_rows = 0, [], [], 0
+        self._steady = False  # the next time of the host's holds the telling
         self.controller.stepped(self._of, outcome)
 
-    def _tell_alone(self, paced: Paced, result: np.ndarray, seconds: float | None, capture_s: float, following: Paced | None) -> None:
-        """Tell of a step whose time is not the plain cost of its S: it captured, its drafter caught up, or the host spent part of it on a
-        ``following`` step that does."""
+    def _tell_alone(self, paced: Paced, result: np.ndarray, seconds: float | None, capture_s: float) -> None:
+        """Tell of a step whose time is not the plain cost of its S: its drafter caught up, or it captured, which is all that is known of its time."""
         self._tell()
         outcome = _outcome(result, paced.choice.num_steps)
         outcome.capture_s, outcome.caught_up = capture_s, paced.catch_up > 0
-        if seconds is not None:
-            outcome.seconds, outcome.timed = seconds, 1
-        if following is not None:
-            outcome.caught_up |= following.catch_up > 0
-            outcome.launching = following.choice.trial
+        if seconds is not None or capture_s:
+            outcome.seconds, outcome.timed = capture_s if seconds is None else seconds, 1
         self.controller.stepped(paced.choice, outcome)
 
 
