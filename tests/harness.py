@@ -5,12 +5,13 @@ Boundary: CPU, float32, one thread. Every run ends with the invariants that hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
@@ -90,6 +91,11 @@ def drafter_of(
     method, _, toy = (draft or "none").partition(":")
     config = DraftConfig(method=method, path=str(toy_folder() / toy) if toy else None, **options)
     return load_drafter(config, model_config(target, max_length), target_of(target, max_length), tokenizer), config
+
+
+def thinned(settings: Iterable[tuple[Any, ...]], quick: Callable[[int], bool]) -> list[Any]:
+    """Settings of a grid for ``pytest.mark.parametrize``: those whose number is not ``quick`` run with ``-m slow``."""
+    return [pytest.param(*each, marks=[] if quick(number) else pytest.mark.slow) for number, each in enumerate(settings)]
 
 
 def engine_of(

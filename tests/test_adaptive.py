@@ -32,7 +32,7 @@ from specgen.kernels.reference_step import RESULT_COLUMNS
 from specgen.models.attention import KvPool
 from specgen.models.loader import load_target
 from specgen.types import SamplingParams
-from tests.harness import Run, drive, engine_of, requests_of, run
+from tests.harness import Run, drive, engine_of, requests_of, run, thinned
 from tests.jobs import rows_of, same, start, stats_of, toy, write_lines
 from tests.oracles import endless_text
 from tests.toys import expected_rand
@@ -92,7 +92,7 @@ def a_script(seed: int, most: int, length: int = 40) -> list[int]:
 
 @pytest.mark.parametrize(
     ("page", "overlap", "batch", "sampling"),
-    [pytest.param(1, 0, 8, None, marks=pytest.mark.slow), (4, 1, 3, None), (4, 0, 2, SAMPLED), (4, 1, 3, SAMPLED), (1, 1, 8, SAMPLED)],
+    thinned([(1, 0, 8, None), (4, 1, 3, SAMPLED), (4, 1, 3, None), (4, 0, 2, SAMPLED), (1, 1, 8, SAMPLED)], lambda number: number > 1),
 )
 @pytest.mark.parametrize(("target", "draft", "topk"), CHAINS + OTHERS)
 def test_no_schedule_of_num_steps_changes_the_text(
@@ -170,8 +170,10 @@ def drafts_of_one_always_there(target: str, draft: str, topk: int, rows: int) ->
     return found
 
 
-@pytest.mark.parametrize(("batch", "away"), [pytest.param(8, 1, marks=pytest.mark.slow), (2, 6), (8, 40)])
-@pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, *OTHERS[:2]])
+AWAY = [(*pair, *away) for away in ((2, 6), (8, 40), (8, 1)) for pair in [*CHAINS, *OTHERS[:2]]]
+
+
+@pytest.mark.parametrize(("target", "draft", "topk", "batch", "away"), thinned(AWAY, lambda number: number % 2 == 0 and number < 14))
 def test_a_drafter_that_was_away_drafts_as_if_it_had_not_been(target: str, draft: str, topk: int, batch: int, away: int) -> None:
     """Also for rows whose prompt was prefilled meanwhile, when more rows than slots come."""
     rows = min(batch + 3, 8)
@@ -245,8 +247,10 @@ def _lines(pool: KvPool) -> torch.Tensor:
     return torch.cat([pool.k.flatten(2), pool.v.flatten(2)], 2).transpose(0, 1).flatten(1).clone()
 
 
-@pytest.mark.parametrize(("page", "overlap"), [pytest.param(1, 0, marks=pytest.mark.slow), (1, 1), (4, 1)])
-@pytest.mark.parametrize(("target", "draft", "topk"), [*CHAINS, OTHERS[1]])
+@pytest.mark.parametrize(
+    ("target", "draft", "topk", "page", "overlap"),
+    thinned(((*pair, *page) for pair in [*CHAINS, OTHERS[1]] for page in ((1, 0), (1, 1), (4, 1))), lambda number: number % 3 == 1 + number // 3 % 2),
+)
 def test_no_step_writes_outside_its_rows_pages(target: str, draft: str, topk: int, page: int, overlap: int) -> None:
     engine = engine_of(target, draft, topk=topk, steps=4, batch=3, page=page, overlap=overlap, chunk=50, pages=200 // page, adaptive=True)
     scripted(engine, a_script(3, 4))

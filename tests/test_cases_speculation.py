@@ -43,7 +43,7 @@ def test_chains_write_the_greedy_text_and_accept_exactly_the_drafts_that_agree(s
 
 @pytest.mark.parametrize(("page", "overlap"), [(1, 0), (4, 1), (16, 0)])
 @pytest.mark.parametrize("topk", [2, 4])
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_trees_write_the_greedy_text_whatever_the_page_size(steps: int, topk: int, page: int, overlap: int) -> None:
     result = run("rand_target", "draft_model:rand_draft", PROMPTS, steps=steps, topk=topk, page=page, overlap=overlap)
     assert result.ids == GREEDY
@@ -58,7 +58,7 @@ def test_trees_accept_exactly_what_trees_grown_without_a_cache_hold(topk: int, s
 
 
 @pytest.mark.parametrize(("draft", "topk", "steps"), [(None, 1, 1), ("draft_model:rand_draft", 1, 3), ("draft_model:rand_draft", 4, 2)])
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_rows_of_unequal_length_are_the_same_alone_and_together(draft: str | None, topk: int, steps: int, overlap: int) -> None:
     together = run("rand_target", draft, PROMPTS, steps=steps, topk=topk, overlap=overlap, batch=8, page=4)
     alone = run("rand_target", draft, PROMPTS, steps=steps, topk=topk, overlap=overlap, batch=1, page=4)

@@ -17,7 +17,7 @@ from specgen.engine.engine import Engine
 from specgen.kernels import reference_step
 from specgen.models.loader import load_target
 from specgen.types import Draft, SamplingParams
-from tests.harness import Run, drive, engine_of, requests_of
+from tests.harness import Run, drive, engine_of, requests_of, thinned
 from tests.oracles import endless_text
 from tests.test_tree import Names
 
@@ -130,7 +130,7 @@ def test_the_constants_of_a_num_steps_are_made_once_and_kept() -> None:
 INDEXING = re.compile(r"(arg)?sort|topk|gather|scatter|index|embedding|take|put|searchsorted|bincount")
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS[:5])
+@pytest.mark.parametrize(("target", "draft"), thinned(PAIRS[:5], lambda number: number % 2 == 0))
 def test_a_whole_step_of_a_chain_runs_no_indexing_operator_of_torch(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Propose, verify, accept and observe, where kernels run: the rest is theirs. A tree's step shows that the check can fail."""
     pytest.importorskip("triton")

@@ -58,7 +58,7 @@ def test_a_tree_accepts_more_than_a_chain(method: str) -> None:
     assert tokens_per_step(method, 4) > tokens_per_step(method, 1)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(name, marks=[] if name in ("eagle", "draft_model") else pytest.mark.slow) for name in METHODS])
 def test_coupled_drafts_are_accepted_at_a_temperature(method: str) -> None:
     assert tokens_per_step(method, 1, 0.8) > 1.7
 

@@ -230,7 +230,7 @@ def chain_inside_a_tree(steps: int, nodes: int) -> Tensor:
 
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("length", [pytest.param(0, marks=pytest.mark.slow), 62, 97])
+@pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (0, 62)), 97])
 def test_fixed_split_gives_the_same_bits_alone_in_a_batch_in_a_chain_in_a_tree_and_in_a_prefill(
     implementation, length: int, with_sinks: bool
 ) -> None:

@@ -199,7 +199,7 @@ def test_chunked_prefill_equals_whole(pair: tuple[PreTrainedModel, Target]) -> N
     torch.testing.assert_close(got, whole, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_greedy_decoding_equals_generate(pair: tuple[PreTrainedModel, Target], page_size: int) -> None:
     model, target = pair
     rows = Rows(target, len(PROMPTS), page_size)

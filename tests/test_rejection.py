@@ -97,7 +97,9 @@ def test_every_position_follows_the_targets_law_and_positions_are_independent(to
         assert chi_square(Counter((row[first], row[second]) for row in ids), pairs) < quantile(len(pairs) - 1)
 
 
-@pytest.mark.parametrize(("draft", "topk", "steps"), [("draft_model:draft_never", 1, 2), ("draft_model:draft_never", 4, 1)])
+@pytest.mark.parametrize(
+    ("draft", "topk", "steps"), [pytest.param("draft_model:draft_never", 1, 2, marks=pytest.mark.slow), ("draft_model:draft_never", 4, 1)]
+)
 def test_an_adversarial_draft_changes_no_law(draft: str, topk: int, steps: int) -> None:
     result = many(draft, topk, steps=steps)
     for position in range(3):
@@ -163,7 +165,7 @@ def test_the_same_seed_gives_the_same_text_whatever_stands_beside_a_row(topk: in
 
 
 @pytest.mark.parametrize("draft", ["draft_model:rand_draft", "draft_model:draft_half", "eagle:eagle1_stirred", "eagle3:eagle3_stirred", "ngram"])
-@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_greedy_rows_write_what_they_write_with_equality(draft: str, overlap: int) -> None:
     """Texts and, for chains, every step: alone and beside rows with a temperature."""
     target = "rand_target" if "rand" in draft else "target"

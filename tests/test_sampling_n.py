@@ -47,7 +47,7 @@ def apart_of(draft: str | None, topk: int, steps: int) -> Run:
 
 
 @pytest.mark.parametrize(("draft", "topk", "steps"), DRAFTS)
-@pytest.mark.parametrize(("page", "overlap", "chunk"), [(4, 0, 2048), (1, 1, 2048), (4, 1, 7), (16, 1, 2048)])
+@pytest.mark.parametrize(("page", "overlap", "chunk"), [(4, 0, 2048), pytest.param(1, 1, 2048, marks=pytest.mark.slow), (4, 1, 7), (16, 1, 2048)])
 def test_samples_share_full_pages_and_write_the_same_text(draft: str | None, topk: int, steps: int, page: int, overlap: int, chunk: int) -> None:
     apart, options = apart_of(draft, topk, steps), dict(topk=topk, steps=steps, page=page, batch=24, overlap=overlap, chunk=chunk)
     shared = drive(engine_of("rand_target", draft, **options), samples(PROMPTS, LAW))  # type: ignore[arg-type]
