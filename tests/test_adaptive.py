@@ -321,6 +321,33 @@ def test_the_controller_is_told_of_every_step_what_its_rows_did(overlap: int) ->
     assert all(bool(outcome.times) == (outcome.timed > 0 and not outcome.caught_up) for _, outcome in script.told)
 
 
+class Graphs:
+    """In place of graphs on a CPU: the eager step every time, and 3 seconds for its capture the first time."""
+
+    off = False
+
+    def __init__(self) -> None:
+        self.capture_seconds, self.known = 0.0, set[Any]()
+
+    def replay(self, key: Any) -> None:
+        """There is never one."""
+
+    def run(self, key: Any, step: Callable[[], Any], warm_up: Callable[[], object]) -> Any:
+        self.capture_seconds += 3.0 * (key not in self.known)
+        self.known.add(key)
+        return step()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def with_graphs(engine: Engine) -> Graphs:
+    """Let an engine on a CPU decode as one with graphs does."""
+    assert engine.pacing is not None
+    engine.graphs = engine.pacing.graphs = graphs = Graphs()  # type: ignore[assignment]
+    return graphs
+
+
 class Time:
     """A clock of the engine's own: ``costs`` says what a call of one of its methods takes, in seconds; nothing else takes any."""
 
@@ -339,11 +366,12 @@ class Time:
         return timed
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_the_time_of_a_step_is_not_that_of_a_prefill_beside_it(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("overlap", "graphs"), [(0, False), (1, False), (1, True)])
+def test_the_time_of_a_step_is_not_that_of_a_prefill_beside_it(overlap: int, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host works beside the device each part has its marks; where it does not, a step beside a prefill has no time."""
     Time(monkeypatch, _launch_decode=lambda engine, batch: 1.0, _launch_prefill=lambda *_: 100.0)
     engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=2, overlap=overlap, adaptive=True)
+    captured = with_graphs(engine).known if graphs else set[Any]()
     script, chunks = scripted(engine, [1]), []
     launch = engine.launch
     engine.launch = lambda batch: chunks.append((bool(batch.decode), bool(batch.chunks))) or launch(batch)  # type: ignore[method-assign,func-returns-value]
@@ -352,34 +380,141 @@ def test_the_time_of_a_step_is_not_that_of_a_prefill_beside_it(overlap: int, mon
     beside = [with_chunk for decode, with_chunk in chunks if decode]
     assert 2 < sum(beside) < len(beside) - 10
     found = [(outcome.timed, outcome.seconds) for _, outcome in script.told]
-    assert found == [(0, 0.0) if with_chunk and not overlap else (1, 1.0) for with_chunk in beside]
+    assert len(found) == len(beside)
+    if graphs:  # every step has a time, but those that captured have that of the capture
+        assert len(captured) == found.count((1, 3.0)) == 2 and set(found) == {(1, 1.0), (1, 3.0)}
+        return
+    assert all(timed == (0, 0.0) for timed, with_chunk in zip(found, beside, strict=True) if with_chunk)
+    assert set(found) == {(0, 0.0), (1, 1.0)} and (overlap or found == [(0, 0.0) if with_chunk else (1, 1.0) for with_chunk in beside])
+    assert found.count((1, 1.0)) > 10
+
+
+class Line:
+    """A line of steps through a ``Pacing``, by hand: what each is, and what lies between its launch and the retirement of the one before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, script: Script) -> None:
+        self.time = Time(monkeypatch)
+        drafter = SimpleNamespace(num_steps=2, use_steps=lambda steps: None)
+        self.pacing = Pacing(script, drafter, Graphs(), 4, 4096, RESULT_COLUMNS + 3, overlap=1)  # type: ignore[arg-type]
+        self.rows = ((1, None, 0), (2, None, 0))
+        self.before: InFlight | None = None
+
+    def step(self, seconds: float, waited: float, *, decode: bool = True, chunk: bool = False, max_len: int = 20, **more: Any) -> Batch:
+        """Launch a step; the one before is retired ``seconds`` after the last retirement, ``waited`` of them spent waiting for it."""
+        batch = Batch(decode=self.rows if decode else (), max_len=max_len, chunks=[SimpleNamespace()] if chunk else [])  # type: ignore[arg-type,list-item]
+        if decode:
+            self.pacing.plan(batch)
+        batch.catch_up = more.pop("catch_up", batch.catch_up)
+        landed = SimpleNamespace(np=np.zeros((4, RESULT_COLUMNS + 3), np.int32)) if decode else None
+        newest = InFlight(batch, [], landed, None, **more)  # type: ignore[arg-type]
+        self.retire(seconds, waited, newest)
+        self.before = newest
+        return batch
+
+    def retire(self, seconds: float, waited: float, newest: InFlight | None) -> None:
+        self.time.now += seconds
+        if self.before is not None:
+            self.before.waited_s, self.before.decode_s = waited, 1.0 if self.before.batch.decode and not self.before.capture_s else None
+            self.pacing.retired(self.before, newest, 0.0)
+        self.before = None
 
 
 def test_the_hosts_time_is_what_lies_between_two_retirements_of_plain_steps_without_its_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    time, script = Time(monkeypatch), Runs([2], more=1000)
-    pacing = Pacing(script, SimpleNamespace(num_steps=2), 4, 512, RESULT_COLUMNS + 3, overlap=1, cuda=True)  # type: ignore[arg-type]
-    rows, landed = ((1, None, 0), (2, None, 0)), SimpleNamespace(np=np.zeros((4, RESULT_COLUMNS + 3), np.int32))
-    chunk, before = SimpleNamespace(), None
-    # What lay before a retirement, how much of it was waiting, and what the step launched before it was: (rows, chunks, seconds of a capture).
-    plain, beside, alone, captured = (rows, [], 0.0), (rows, [chunk], 0.0), ((), [chunk], 0.0), (rows, [], 3.0)
-    steps = [(8.0, 1.0, plain), (5.0, 1.0, plain), (6.0, 5.5, plain), (9.0, 1.0, beside), (4.0, 1.0, plain), (4.0, 1.0, plain), (3.0, 1.0, plain)]
-    steps += [(7.0, 1.0, alone), (7.0, 1.0, plain), (7.0, 1.0, plain), (2.0, 1.5, plain), (9.0, 0.0, captured), (2.0, 1.0, plain), (2.5, 0.0, plain)]
-    for seconds, waited, (decode, chunks, capture_s) in steps:
-        batch = Batch(decode=decode, max_len=20, chunks=chunks)  # type: ignore[arg-type]
-        if decode:
-            pacing.plan(batch)
-        newest = InFlight(batch, [], landed if decode else None, None, capture_s=capture_s)  # type: ignore[arg-type]
-        time.now += seconds
-        if before is not None:
-            before.waited_s, before.decode_s = waited, 1.0 if before.batch.decode and not before.capture_s else None
-            pacing.retired(before, newest, 0.0)
-        before = newest
-    pacing.report()
-    # Not 5, 4 and the last 7: the step retired before was the first, had a prompt's chunk, or no rows; not 9: a prefill or a capture was launched;
-    # not 2.5: the controller was told of the capture.
-    assert [host for _, outcome in script.told for host in outcome.hosts] == [0.5, 2.0, 0.5, 1.0]
-    assert sum(outcome.steps for _, outcome in script.told) == 12 and [o.capture_s for _, o in script.told if o.capture_s] == [3.0]
-    assert [o.seconds for _, o in script.told if o.capture_s] == [3.0] and sum(sum(o.times) for _, o in script.told) == 11.0
+    script = Runs([2], more=1000)
+    line, stepped = Line(monkeypatch, script), script.stepped
+
+    def told(choice: Choice, outcome: Outcome) -> None:
+        line.time.now += 100.0  # telling is not the step's
+        stepped(choice, outcome)
+
+    script.stepped = told  # type: ignore[method-assign]
+    line.step(8.0, 1.0)
+    line.step(5.0, 1.0)  # not this: nothing was retired before
+    line.step(6.0, 5.5)  # 0.5
+    line.step(9.0, 1.0, chunk=True)  # not this: it launched a prefill
+    line.step(4.0, 1.0)  # nor this: it retired one
+    line.step(4.0, 1.0)  # nor this: the last retirement was of one
+    line.step(3.0, 1.0)  # 2.0
+    line.step(7.0, 1.0, decode=False, chunk=True)
+    line.step(7.0, 1.0)
+    line.step(7.0, 1.0)
+    line.step(2.0, 1.5)  # 0.5
+    line.step(9.0, 0.0, capture_s=3.0)
+    line.step(2.0, 1.0)  # nor this: of the step that captured nothing else is told
+    line.step(2.5, 0.0)  # 2.5
+    line.pacing.pause()
+    line.step(50.0, 0.0)  # nor this: the engine stood still
+    line.step(1.0, 0.75)  # 0.25
+    line.step(9.0, 1.0, catch_up=3)  # nor this: it launched a catching up
+    line.step(3.0, 2.0)  # 1.0
+    line.retire(5.0, 1.0, None)  # nor this: nothing was launched
+    line.step(6.0, 1.0)
+    line.step(6.0, 1.0)  # nor this: nothing was in flight before
+    line.step(6.0, 1.0)  # 5.0
+    line.pacing.report()
+    assert [host for _, outcome in script.told for host in outcome.hosts] == [0.5, 2.0, 0.5, 2.5, 0.25, 1.0, 5.0]
+    assert sum(outcome.steps for _, outcome in script.told) == 19 and [o.capture_s for _, o in script.told if o.capture_s] == [3.0]
+    assert [o.seconds for _, o in script.told if o.capture_s] == [3.0] and sum(sum(o.times) for _, o in script.told) == 18.0
+
+
+def test_the_hosts_time_is_told_with_the_bucket_of_the_step_it_was_spent_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Visits of three steps, each of another bucket."""
+    script = Runs([1], more=1000)
+    line = Line(monkeypatch, script)
+    for visit in range(6):
+        line.rows = ((1, None, 0), (2, None, 0)) if visit % 2 else ((1, None, 0),)  # type: ignore[assignment]
+        for _ in range(3):
+            line.step(10.0 if line.before is not None and len(line.before.batch.decode) == 2 else 1.0, 0.0)
+    line.pacing.report()
+    found = {(choice.bucket, host) for choice, outcome in script.told for host in outcome.hosts}
+    assert found == {(1, 1.0), (2, 10.0)}
+
+
+def test_a_run_ends_where_the_context_changes_also_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are the same; a bound on the longest that turns out too high falls again."""
+    script = Runs([2], more=1000)
+    line = Line(monkeypatch, script)
+    lengths = [500, 512, 513, 520, 505, 1024, 1025, 900, 3000, 4090]
+    for max_len in lengths:
+        line.step(1.0, 0.0, max_len=max_len)
+    line.step(1.0, 0.0, max_len=4096)
+    line.pacing.report()
+    assert script.asked == [(2, context) for context in (512, 1024, 512, 1024, 2048, 1024, 4096)]
+    groups = itertools.groupby(script.told, lambda told: told[0].context)
+    told = [(context, sum(outcome.steps for _, outcome in group)) for context, group in groups]
+    assert told == [(512, 2), (1024, 2), (512, 1), (1024, 1), (2048, 1), (1024, 1), (4096, 2)]
+
+
+def test_a_step_that_could_not_be_launched_skips_nothing_and_is_caught_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([2, 0, 0, 0, 2, 2, 2])
+    line = Line(monkeypatch, script)
+    line.step(1.0, 0.0)
+    line.step(1.0, 0.0)
+    line.step(1.0, 0.0)
+    line.pacing.undo(line.step(1.0, 0.0))
+    assert line.pacing.skipped == 2
+    line.pacing.undo(line.step(1.0, 0.0))
+    assert line.pacing.skipped == 2
+    assert line.step(1.0, 0.0).catch_up == 2 and line.step(1.0, 0.0).catch_up == 0
+
+
+def test_an_engine_tells_what_the_host_took_beside_the_device_and_what_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time(monkeypatch, _launch_decode=lambda engine, batch: 1.0)
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=4, overlap=1, adaptive=True)
+    graphs, script, plan = with_graphs(engine), scripted(engine, [2]), engine.scheduler.next_batch
+
+    def planned(num_steps: int) -> Batch:
+        time.now += 0.25
+        return plan(num_steps)
+
+    monkeypatch.setattr(engine.scheduler, "next_batch", planned)
+    monkeypatch.setattr("specgen.engine.buffers.CpuGpuBuffer.wait", lambda buffer: setattr(time, "now", time.now + 2.0))
+    monkeypatch.setattr("specgen.engine.buffers.BufferRing.take", lambda ring: ring._buffers.append(ring._buffers.pop(0)) or ring._buffers[-1])
+    drive(engine, requests_of(PROMPTS[:4], SamplingParams(max_tokens=32, ignore_eos=True)))
+    engine.adaptive_report()
+    hosts = [host for _, outcome in script.told for host in outcome.hosts]
+    assert len(hosts) > 8 and set(hosts) == {1.25}
+    assert [outcome.capture_s for _, outcome in script.told if outcome.capture_s] == [3.0] * len(graphs.known)
 
 
 class Runs(Script):
@@ -672,15 +807,19 @@ def test_an_s_that_was_first_timed_in_a_bad_moment_is_timed_again_soon(best: int
 
 
 class Beside(Device):
-    """A device beside which a host works that takes ``host`` seconds a step, now and then four times as long; the longer of the two decides."""
+    """A device beside which a host works that takes ``host`` seconds a step, now and then ``bursts`` (how often, how much longer); the longer of the
+    two decides."""
 
-    def __init__(self, host: float, cost: Callable[[int, int], float], rates: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, host: float, cost: Callable[[int, int], float], rates: Sequence[float], seed: int, bursts: tuple[float, float] = (0.125, 4.0)
+    ) -> None:
         super().__init__(AdaptiveController(len(rates)), cost, rates, seed=seed)
-        self.host = host
+        self.host, self.bursts = host, bursts
 
     def outcome(self, choice: Choice) -> Outcome:
         outcome = super().outcome(choice)
-        outcome.hosts = [self.host * (4.0 if self.random.random() < 0.125 else 1.0)]
+        often, longer = self.bursts
+        outcome.hosts = [self.host * (longer if self.random.random() < often else 1.0)]
         self.seconds += max(0.0, outcome.hosts[0] - outcome.seconds)  # that the device waits
         return outcome
 
@@ -691,14 +830,27 @@ def test_where_the_host_is_slower_than_the_device_the_choice_is_right_too(host: 
     """``host``: in plain steps of the device. At 3.0 a draft of any length costs nothing."""
     rates, mine = [rate] * 5, host * memory_bound(4, 0)
     late = lambda bucket, steps: 0.875 * max(mine, memory_bound(bucket, steps)) + 0.125 * max(4 * mine, memory_bound(bucket, steps))  # noqa: E731
-    best = max(speed(late, rates, 4, s) for s in range(6))
+    best = max(speed(late, rates, 8, s) for s in range(6))
     for seed in range(4):
         device = Beside(mine, memory_bound, rates, seed)
-        device.run(4000)
+        device.run(4000, 8)
         assert device.tokens / device.seconds > 0.97 * best
     if (host, rate) == (3.0, 0.8):
-        spent = device.run(1000)
+        spent = device.run(1000, 8)
         assert spent[5] > 0.95 * sum(spent.values())
+
+
+@pytest.mark.parametrize(("often", "longer"), [(0.25, 15.0), (0.25, 7.5), (0.5, 7.5)])
+def test_a_host_that_is_often_late_makes_no_trial_seem_cheap(often: float, longer: float) -> None:
+    """A draft that is never right costs one percent at the most: a step that waits for the host at any S earns nothing."""
+    mine, plain_s = 0.2 * memory_bound(8, 0), memory_bound(8, 0)
+    for seed in range(2):
+        device = Beside(mine, memory_bound, [0.0] * 5, seed, (often, longer))
+        device.run(300, 8)
+        device.seconds = device.tokens = 0.0
+        device.run(20000, 8)
+        best = 1 / ((1 - often) * plain_s + often * max(plain_s, longer * mine))
+        assert device.tokens / device.seconds > 0.985 * best
 
 
 class Uneven(Device):
@@ -807,15 +959,26 @@ def test_the_report_says_what_was_chosen_and_why() -> None:
     assert 1 < by_steps[3]["expected_tokens"] < 1.2 and by_steps[3]["cost_ms"] == pytest.approx(13.5, rel=0.04)  # within the noise of both
 
 
-def test_an_engine_turns_off_a_draft_that_is_never_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_engine_turns_off_a_draft_that_is_never_right(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own, on which a step takes 4 ms and 1 ms more for each drafted token: a busy machine's says anything."""
     Time(monkeypatch, _launch_decode=lambda engine, batch: 0.004 + 0.001 * batch.num_steps)
-    engine = engine_of("target", "draft_model:draft_never", steps=4, batch=2, adaptive=True)
+    engine = engine_of("target", "draft_model:draft_never", steps=4, batch=2, overlap=overlap, adaptive=True)
     result = drive(engine, requests_of([[30], [40], [24]] * 2, SamplingParams(max_tokens=200, ignore_eos=True)))
     assert all(len(ids) == 200 for ids in result.ids)
     report = engine.adaptive_report()
     off = sum(row["seconds"] for row in report if row["num_steps"] == 0)
     assert off > 0.9 * sum(row["seconds"] for row in report)
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_without_graphs_what_the_host_does_beside_launching_is_part_of_every_step(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching alone would make S = 0 the best here: 5 tokens take 24 ms and one takes 4. But retiring takes 10 in either case."""
+    Time(monkeypatch, _launch_decode=lambda engine, batch: 0.004 + 0.005 * batch.num_steps, retire=lambda *_: 0.010)
+    engine = engine_of("target", "draft_model:draft_perfect", steps=4, batch=2, overlap=overlap, adaptive=True)
+    drive(engine, requests_of([[30], [40]], SamplingParams(max_tokens=600, ignore_eos=True)))
+    spent = {row["num_steps"]: row["seconds"] for row in engine.adaptive_report() if row["bucket"] == 2}
+    assert spent[4] > 0.9 * sum(spent.values())
 
 
 def test_an_engine_with_a_fixed_num_steps_reports_nothing() -> None:

@@ -312,7 +312,7 @@ class AdaptiveController:
             return
         self.costs.add(choice.key, choice.num_steps, outcome.times, place is None or choice.num_steps == place.home)
         self.costs.add_hosts(choice.bucket, outcome.hosts)
-        seconds = max(outcome.seconds, outcome.timed * self.costs.host(choice.bucket))
+        seconds = outcome.timed * self.costs.beside(choice.bucket, outcome.seconds / outcome.timed)
         spent.seconds += seconds
         if place is not None:
             place.seconds += seconds

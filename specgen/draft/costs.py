@@ -106,9 +106,10 @@ class Costs:
 
     def host(self, bucket: int) -> float:
         """Seconds a step of a bucket takes at least, 0 where the host does not work beside the device."""
-        return self._beside(bucket, 0.0)
+        return self.beside(bucket, 0.0)
 
-    def _beside(self, bucket: int, seconds: float) -> float:
+    def beside(self, bucket: int, seconds: float) -> float:
+        """Seconds of a step of a bucket that takes the device so long."""
         host = self._hosts.get(bucket)
         return seconds if host is None else host.beside(seconds)
 
@@ -144,10 +145,10 @@ class Costs:
         return any(num_steps in pace.ratios for pace in self._paces.values())
 
     def cost(self, key: Key, num_steps: int) -> float:
-        """Measured or estimated seconds; with nothing measured in this key, right up to a factor that all S share."""
+        """Measured or estimated seconds; with nothing measured in this key, those of the nearest one, or where there is none, a shape."""
         pace = self._paces.get(key)
         if pace is not None and num_steps in pace.ratios:
-            return self._beside(key[0], pace.ratios[num_steps] * pace.seconds)
+            return self.beside(key[0], pace.ratios[num_steps] * pace.seconds)
         return self.all_costs(key, num_steps)[num_steps]
 
     def all_costs(self, key: Key, most: int) -> list[float]:
@@ -155,12 +156,13 @@ class Costs:
         known = self.known(key)
         if not known:
             shape = self._nearest_shape(key)
-            return [_on_line(shape, steps) for steps in range(most + 1)]
+            there = [_on_line(shape, steps) for steps in range(most + 1)]
+            return [self.beside(key[0], seconds) for seconds in there] if self.shaped else there
         if len(known) > 1:
-            return [self._beside(key[0], _on_line(known, steps)) for steps in range(most + 1)]
+            return [self.beside(key[0], _on_line(known, steps)) for steps in range(most + 1)]
         shape, ((timed, seconds),) = self._nearest_shape(key), known.items()
         scale = seconds / _on_line(shape, timed)
-        return [self._beside(key[0], scale * _on_line(shape, steps)) for steps in range(most + 1)]
+        return [self.beside(key[0], scale * _on_line(shape, steps)) for steps in range(most + 1)]
 
     def _nearest_shape(self, key: Key) -> dict[int, float]:
         others = [(other, pace) for other, pace in self._paces.items() if len(pace.ratios) > 1]

@@ -140,7 +140,7 @@ class Engine:
         limit = self.max_length + self.reserve
         controller = AdaptiveController(self.num_steps)
         sizes = max_batch, limit, self._result.shape[1]
-        self.pacing = Pacing(controller, drafter, *sizes, self.overlap, self.device.type == "cuda") if adaptive else None
+        self.pacing = Pacing(controller, drafter, self.graphs, *sizes, self.overlap) if adaptive else None
         mean = draft.simulate_acceptance_length
         self.simulation = Simulation(mean, max_batch + 1, self.device) if mean is not None and self.num_steps else None
         self._first_results = BufferRing(self.overlap + 2, max_batch, 2, dtype=torch.int32, device=self.device)
@@ -185,7 +185,7 @@ class Engine:
         if launched:
             flight = self._try_launch(batch)
             if flight is None:
-                return done + self._cut_batch()
+                return done + self._cut_batch(batch)
             self.in_flight.append(flight)
             self.times.steps += 1
         if self.in_flight and (len(self.in_flight) > self.overlap or not launched):
@@ -208,11 +208,16 @@ class Engine:
             log.warning("the device ran out of memory with %d rows: %s", len(batch.decode) + len(batch.chunks), str(error).splitlines()[0])
         return None
 
-    def _cut_batch(self) -> list[Request]:
+    def _cut_batch(self, batch: Batch) -> list[Request]:
         """After a launch that ran out of memory: retire what is in flight, give the memory back, and go on with half the rows."""
         done: list[Request] = []
         while self.in_flight:
-            done += self.retire(self.in_flight.popleft())
+            flight = self.in_flight.popleft()
+            done += self.retire(flight)
+            if self.pacing is not None:
+                self.pacing.retired(flight, None, 0.0)
+        if self.pacing is not None and batch.decode:
+            self.pacing.undo(batch)
         limit = self.scheduler.cut()
         if limit == 0:
             raise CapacityError("the device has no memory for a step of one row: lower engine.prefill_tokens or engine.memory_fraction")
@@ -272,7 +277,7 @@ class Engine:
             return self._launch(batch)
 
     def _launch(self, batch: Batch) -> InFlight:
-        flight = InFlight(batch, [], None, None)
+        flight, begun = InFlight(batch, [], None, None), time.perf_counter()
         self.clock.begin()
         captured = self._capture_seconds
         if batch.decode and batch.slots is not None:
@@ -296,6 +301,7 @@ class Engine:
         if flight.decode_result is None and flight.prefill_result is None and self.device.type == "cuda":
             flight.marker = torch.cuda.Event()
             flight.marker.record()
+        flight.launch_s = time.perf_counter() - begun
         return flight
 
     @property

@@ -19,8 +19,9 @@ from specgen.types import Request
 
 @dataclass
 class InFlight:
-    """A launched step: who was in it, and the host buffers its results land in. ``capture_s``: seconds of its launch spent on a graph capture. Known
-    once it is retired: ``waited_s``, seconds that the host waited for it, and ``decode_s``, the device's for its decode part (``engine.clock``)."""
+    """A launched step: who was in it, and the host buffers its results land in. ``launch_s``: seconds that the host launched, ``capture_s`` of them
+    spent on a graph capture. Known once it is retired: ``waited_s``, seconds that the host waited for it, and ``decode_s``, the device's for its
+    decode part (``engine.clock``)."""
 
     batch: Batch
     finals: list[tuple[Request, int]]
@@ -30,6 +31,7 @@ class InFlight:
     prefill_logprobs: CpuGpuBuffer | None = None
     launches: int = 0  # that the engine's clock has read once it has read this one
     marker: torch.cuda.Event | None = None  # the end of a step without results, a prompt's middle
+    launch_s: float = 0.0
     capture_s: float = 0.0
     waited_s: float = 0.0
     decode_s: float | None = None

@@ -42,6 +42,14 @@ def context_of(max_len: int, limit: int) -> int:
     return min(context, limit)
 
 
+def below(context: int) -> int:
+    """The context bucket below one of ``context_of``, 0 below the smallest: rows longer than it have this one."""
+    shorter, bound = 0, SMALLEST_CONTEXT
+    while bound < context:
+        shorter, bound = bound, 2 * bound
+    return shorter
+
+
 class StepGraphs:
     """The graphs of one engine, sharing one memory pool. ``off`` is set after a capture failed; the engine then runs eagerly."""
 

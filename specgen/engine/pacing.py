@@ -1,9 +1,10 @@
 """Adaptive speculation inside the engine: asks the controller before each decode step, times the step, and reports what came of it.
 
 Boundary: host bookkeeping between the engine and ``draft.adaptive``; no tensors but a retired step's numbers, already on the host. What a step's time
-is: without overlap, that of the call. With overlap the host works on one step while the device runs another, and the longer of the two decides. The
-device's time lies between its own marks (``engine.clock``), which no delay of the host makes shorter; the host's is the interval between two
-retirements without what it waited for the device.
+is: without overlap, that of the call. With overlap and graphs the host works on one step while the device runs another, and the longer of the two
+decides. The device's time lies between its own marks (``engine.clock``), which no delay of the host makes shorter; the host's is the interval between
+two retirements without what it waited for the device. With overlap and no graphs the launch is the step's work, and what else the host does adds to
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from specgen.draft.adaptive import Choice, Outcome
 from specgen.draft.base import Drafter
 from specgen.engine.batch import Batch
 from specgen.engine.flight import InFlight
-from specgen.engine.graphs import bucket_of, context_of
+from specgen.engine.graphs import StepGraphs, below, bucket_of, context_of
 from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
 
 FEW = 8  # rows that a loop counts sooner than numpy does
@@ -48,16 +49,16 @@ class Paced:
 
 
 class Pacing:
-    """One engine's choices. ``skipped``: steps launched without a draft since the drafter last ran. ``cuda``: whether the device works beside
-    the host when steps overlap (a CPU device's work is the host's). ``columns``: of a step's result.
+    """One engine's choices. ``skipped``: steps launched without a draft since the drafter last ran. ``columns``: of a step's result.
 
     A choice holds for a run of steps, and what came of them is told together: with a small model a step is hardly longer than choosing and telling.
     """
 
-    def __init__(self, controller: Controller, drafter: Drafter, max_batch: int, limit: int, columns: int, overlap: int, cuda: bool) -> None:
-        self.controller, self.drafter = controller, drafter
+    def __init__(
+        self, controller: Controller, drafter: Drafter, graphs: StepGraphs | None, max_batch: int, limit: int, columns: int, overlap: int
+    ) -> None:
+        self.controller, self.drafter, self.graphs = controller, drafter, graphs
         self.max_batch, self.limit, self.overlap = max_batch, limit, overlap
-        self.beside = cuda and overlap > 0
         self.skipped = 0
         self._steps = drafter.num_steps  # the last S > 0
         self._last = 0.0  # when a step was last retired
@@ -65,7 +66,7 @@ class Pacing:
         self._run = Paced(Choice(0, 0, 0), 0)
         self._left = 0  # steps of the run that may still be launched
         self._decode: Any = None  # the rows of the last step, and their bucket and context
-        self._key = 0, 0
+        self._key, self._shorter = (0, 0), 0  # ... and the longest row of the context below
         # Steps retired and not yet told, all of one choice.
         self._of = self._run.choice
         self._untold, self._times, self._hosts = 0, list[float](), list[float]()
@@ -84,7 +85,7 @@ class Pacing:
     def plan(self, batch: Batch) -> None:
         """Set the num_steps of a batch and what its drafter has to follow first."""
         run = self._run
-        if batch.decode is self._decode and batch.max_len <= self._key[1] and self._left:
+        if batch.decode is self._decode and self._shorter < batch.max_len <= self._key[1] and self._left:
             self._left -= 1  # as the step before: nothing to decide
         else:
             run = self._planned(batch)
@@ -96,6 +97,7 @@ class Pacing:
         """The choice for a batch that is not the one before, or whose run is over."""
         self._decode = batch.decode
         self._key = bucket_of(len(batch.decode), self.max_batch), context_of(batch.max_len, self.limit)
+        self._shorter = below(self._key[1])
         if self._left and self._key == self._run.choice[:2]:
             self._left -= 1
             return self._run
@@ -110,15 +112,23 @@ class Pacing:
         skipped, self.skipped, batch.catch_up = self.skipped, 0, self.skipped
         return Paced(choice, skipped) if skipped else self._run
 
+    def undo(self, batch: Batch) -> None:
+        """A batch that was planned has not been launched."""
+        self.skipped += batch.catch_up if batch.num_steps else -1
+
     def retired(self, flight: InFlight, newest: InFlight | None, start: float) -> None:
         """A step was retired while ``newest`` was the last one launched, None where nothing is in flight; the call of ``Engine.step`` began at
         ``start``."""
-        batch, seconds = flight.batch, flight.decode_s
-        if self.beside:
-            if len(self._hosts) < HOST_TIMES:
-                self._time_host(flight, newest)
-        elif not self.overlap and seconds is not None:
-            seconds = time.perf_counter() - start if not batch.chunks else None
+        batch, seconds, host = flight.batch, flight.decode_s, None
+        if not self.overlap:
+            seconds = time.perf_counter() - start if seconds is not None and not batch.chunks else None
+        elif self.graphs is None or self.graphs.off:
+            # What is launched kernel by kernel, or runs on a CPU, is the host's work too: the rest of its loop comes on top.
+            host = self._host_time(flight, newest)
+            seconds = None if host is None or seconds is None or newest is None else seconds + max(0.0, host - newest.launch_s)
+            host = None
+        elif len(self._hosts) < HOST_TIMES:
+            host = self._host_time(flight, newest)
         paced, landed = batch.paced, flight.decode_result
         if paced is None or landed is None:
             return
@@ -129,6 +139,8 @@ class Pacing:
             self._tell()
             self._of = paced.choice
         self._untold += 1
+        if host is not None:
+            self._hosts.append(host)
         if seconds is not None:
             self._times.append(seconds)
         if batch.num_steps:
@@ -136,18 +148,17 @@ class Pacing:
             self._num_rows = end = begin + len(batch.decode)
             self._rows[begin:end] = landed.np[: end - begin]
 
-    def _time_host(self, flight: InFlight, newest: InFlight | None) -> None:
-        """Note what the host took since the last retirement, where it did nothing but launch and retire plain decode steps."""
+    def _host_time(self, flight: InFlight, newest: InFlight | None) -> float | None:
+        """What the host took since the last retirement, where it did nothing but launch and retire plain decode steps."""
         now = time.perf_counter()
         seconds, self._last = now - self._last - flight.waited_s, now
         steady, batch = self._steady, flight.batch
         if newest is None or batch.chunks or not batch.decode:
             self._steady = False
-            return
+            return None
         latest = newest.batch
         self._steady = bool(latest.decode)
-        if steady and latest.decode and not (latest.chunks or latest.catch_up or newest.capture_s):
-            self._hosts.append(seconds)
+        return None if not steady or not latest.decode or latest.chunks or latest.catch_up or newest.capture_s else seconds
 
     def report(self) -> list[dict[str, Any]]:
         """The controller's, of every step retired so far."""
@@ -162,8 +173,7 @@ class Pacing:
         outcome.steps, outcome.timed, outcome.seconds = self._untold, len(self._times), sum(self._times)
         outcome.times, outcome.hosts = self._times, self._hosts
         self._untold, self._times, self._hosts, self._num_rows = 0, [], [], 0
-        self._steady = False  # the next time of the host's holds the telling
-        self.controller.stepped(self._of, outcome)
+        self._told(self._of, outcome)
 
     def _tell_alone(self, paced: Paced, result: np.ndarray, seconds: float | None, capture_s: float) -> None:
         """Tell of a step whose time is not the plain cost of its S: its drafter caught up, or it captured, which is all that is known of its time."""
@@ -172,7 +182,13 @@ class Pacing:
         outcome.capture_s, outcome.caught_up = capture_s, paced.catch_up > 0
         if seconds is not None or capture_s:
             outcome.seconds, outcome.timed = capture_s if seconds is None else seconds, 1
-        self.controller.stepped(paced.choice, outcome)
+        self._told(paced.choice, outcome)
+
+    def _told(self, choice: Choice, outcome: Outcome) -> None:
+        """Tell the controller. What that takes is not counted with the host's part of a step."""
+        begun = time.perf_counter()
+        self.controller.stepped(choice, outcome)
+        self._last += time.perf_counter() - begun
 
 
 def _outcome(rows: np.ndarray, num_steps: int) -> Outcome:

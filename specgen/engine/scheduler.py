@@ -27,6 +27,7 @@ from specgen.kernels.reference_step import ACCEPTED, CHILD_AT_END, DRAFT_DEPTH, 
 from specgen.types import Prompt, Request, SamplingParams, step_code
 
 SLOTS_A_SLOT = 16  # slots of which one may stay empty so that prompts are prefilled together
+ROOM = 16  # tokens that rows may be thought to have grown by before their lengths are looked at again
 MOST_HELD = 64  # steps that waiting requests are held back at the most
 FULL_PREFILL = 256  # tokens from which on a prefill's time grows with them: on an H200 8 billion weights are read in the time of 150 tokens' products
 
@@ -266,7 +267,8 @@ class Scheduler:
         return done
 
     def _room_left(self) -> int:
-        return self.pages.slack
+        """Less than there is: the bound on the longest row grows by the most that a step can commit, and should stay near the truth."""
+        return min(self.pages.slack, ROOM)
 
     def _plan_decode(self, batch: Batch) -> None:
         n = len(self.running)
