@@ -5,9 +5,9 @@
 
 One process. Each way of decoding has an engine of its own and an endless supply of the same rows, and the ways take turns of a few milliseconds, in a
 new random order each round, so that whatever slows the machine down for longer than that slows all of them. Compiling kernels and capturing graphs
-are left out: the engines warm up before, adaptive ones at every num_steps in turn, and a round in which a graph was still captured does not count.
-Learning is not left out: an adaptive engine begins each repeat knowing nothing. Each repeat has new engines, made in random order, so that one which
-is a little slower than another of its kind, wherever that comes from, counts in one repeat only.
+are left out: the engines warm up before, adaptive ones at every num_steps in turn and after absences of every length, and a round in which a graph
+was still captured does not count. Learning is not left out: an adaptive engine begins each repeat knowing nothing. Each repeat has new engines, made
+in random order, so that one which is a little slower than another of its kind, wherever that comes from, counts in one repeat only.
 
 Boundary: drives the engine's public verbs; what a step costs is measured by the engine itself.
 """
@@ -32,6 +32,7 @@ from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.data.tokenizer import load_tokenizer
 from specgen.draft.adaptive import AdaptiveController, Choice, Outcome
 from specgen.draft.load import FAMILY, load_drafter
+from specgen.draft.ring import WINDOW
 from specgen.engine.engine import Engine
 from specgen.models.loader import load_target
 from specgen.models.target import Target
@@ -44,13 +45,23 @@ WARM_ROUNDS = 40  # at most, until one passes in which no graph is captured
 
 
 class EveryDepth:
-    """A controller that warms up: one step of each num_steps in turn."""
+    """A controller that warms up: one step of each num_steps in turn, and returns to drafting after absences of every length, for what a drafter
+    catches up in one go is padded to a power of two, up to the ring's window, and each such shape may have to compile something."""
 
     def __init__(self, max_steps: int) -> None:
-        self._steps = itertools.cycle([*range(max_steps + 1), max_steps, 0])
+        lengths = [1 << power for power in range(WINDOW.bit_length())]
+        returns = [steps for length in lengths for steps in (*[0] * length, 1)]
+        turn = [*range(max_steps + 1), max_steps, *returns]
+        self._steps, self._left = itertools.cycle(turn), len(turn)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has had its turn."""
+        return self._left <= 0
 
     def choose(self, bucket: int, context: int) -> Choice:
         """The next in turn."""
+        self._left -= 1
         return Choice(bucket, context, next(self._steps))
 
     def stepped(self, choice: Choice, outcome: Outcome) -> None:
@@ -176,8 +187,11 @@ class Repeat:
 
 def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Repeat:
     """Warm new engines up, let them take turns, and close them."""
+    every = EveryDepth(ways[-1].engine.num_steps)
     for way in ways:
-        way.begin(EveryDepth(way.engine.num_steps))
+        way.begin(every)
+    while not every.done:
+        ways[-1].turn(options.warm_seconds / 4)
     warm = sum(round_of(ways, options.warm_seconds / 4) for _ in range(4))
     for _ in range(WARM_ROUNDS):
         if warm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks import checkpoints, host, latency, timing, trees
 from benchmarks.__main__ import COMMANDS, main
+from benchmarks.adaptive import EveryDepth
 from benchmarks.registry import REGISTRY, Settings
 from benchmarks.timing import Sample
 from specgen.config import ModelConfig
@@ -265,3 +267,13 @@ def test_start_up_is_timed_from_the_process_to_its_first_tokens(tmp_path: Path, 
     assert 0 < found["load_s"] < found["start_s"] < found["to_first_token_s"] < found["to_first_decode_step_s"] < found["total_s"] + 1
     assert json.loads((tmp_path / "run_cold" / "stats.json").read_text())["output_tokens"] == found["output_tokens"] == 128
     assert "cold: start " in capsys.readouterr().out
+
+
+def test_adaptive_engines_warm_up_at_every_num_steps_and_after_every_absence_that_is_its_own_shape() -> None:
+    every = EveryDepth(3)
+    chosen = []
+    while not every.done:
+        chosen.append(every.choose(8, 512).num_steps)
+    assert {0, 1, 2, 3} == set(chosen) and every.choose(8, 512).num_steps == chosen[0] == 0
+    absences = {len(list(group)) for steps, group in itertools.groupby(chosen[1:]) if steps == 0}
+    assert absences == {1, 2, 4, 8, 16, 32, 64}

@@ -248,7 +248,8 @@ def test_a_pool_for_one_row_at_a_time_still_runs_all(overlap: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "topk", "sampling"), [("draft_model:rand_draft", 1, SAMPLED), ("draft_model:rand_draft", 2, SAMPLED), (None, 1, SAMPLED)]
+    ("draft", "topk", "sampling"),
+    [("draft_model:rand_draft", 1, SAMPLED), ("draft_model:rand_draft", 2, SAMPLED), pytest.param(None, 1, SAMPLED, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_row_may_be_preempted_at_any_moment(draft: str | None, topk: int, sampling: SamplingParams, overlap: int) -> None:

@@ -92,7 +92,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
-@pytest.mark.parametrize("shape", ["root", "chain", "tree"])
+@pytest.mark.parametrize("shape", ["root", pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_every_reachable_node_has_the_mask_of_its_own_text(grammar: str, shape: str) -> None:
     """Filled again and again over other drafts: what is left of an earlier one is never seen at a node that can be reached, and is never empty."""
     rows, nodes, random_ = 5, 1 if shape == "root" else 7, random.Random(shape)

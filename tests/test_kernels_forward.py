@@ -200,7 +200,17 @@ def test_attention_kernel_equals_reference(case: Case, dtype: torch.dtype) -> No
         pytest.param(AttentionConfig(16, 16, 4, 2, splits=4, fused=False), id="4splits-two-kernels"),
     ],
 )
-@pytest.mark.parametrize("name", ["chain-G3-unequal", "chain-window6-softcap", "chain-sinks-Dv64", "tree-G3", "tree-window3", "tree-40-nodes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("chain-G3-unequal", marks=pytest.mark.slow),
+        "chain-window6-softcap",
+        "chain-sinks-Dv64",
+        pytest.param("tree-G3", marks=pytest.mark.slow),
+        "tree-window3",
+        "tree-40-nodes",
+    ],
+)
 def test_attention_kernel_equals_reference_for_every_tile_and_split(name: str, config: AttentionConfig) -> None:
     case = CASES[name]
     problem = case.build(torch.float32)

@@ -21,7 +21,7 @@ from specgen.folders import logging_to
 from specgen.kernels import ops
 from specgen.types import SamplingParams, noise_key
 from specgen.validate import validate
-from tests.harness import drafter_of, drive, engine_of, requests_of, run
+from tests.harness import drafter_of, drive, engine_of, requests_of, run, thinned
 from tests.oracles import RecomputeModules, endless_text, tree_paths
 from tests.test_adaptive import scripted
 from tests.test_drafters import PROMPTS, recorded
@@ -54,7 +54,10 @@ def test_one_module_for_every_step_is_right_at_the_first_alone() -> None:
 
 @pytest.mark.parametrize(
     ("topk", "steps", "nodes", "page", "chunk"),
-    [(1, 3, None, 4, 4), (1, 5, None, 16, 1), (4, 3, 13, 1, 512), (2, 5, None, 4, 3), (3, 1, None, 16, 512), (3, 2, None, 1, 2)],
+    thinned(
+        [(1, 3, None, 4, 4), (3, 1, None, 16, 512), (1, 5, None, 16, 1), (4, 3, 13, 1, 512), (2, 5, None, 4, 3), (3, 2, None, 1, 2)],
+        lambda number: number > 1,
+    ),
 )
 @pytest.mark.parametrize(("target", "least"), [(STIRRED, 18), (RANDOM, 0), (QWEN, 0)])
 def test_every_draft_equals_a_recomputation_of_every_module(

@@ -253,7 +253,15 @@ def binned(tokens: torch.Tensor, p: torch.Tensor, bins: int) -> float:
 FILTERS = ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1, "top_p": 0.95})
 
 
-@pytest.mark.parametrize(("vocab", "k", "law"), [*((16, k, law) for k in (1, 4, 16) for law in FILTERS), (4096, 4, {"top_p": 0.9})], ids=str)
+@pytest.mark.parametrize(
+    ("vocab", "k", "law"),
+    [
+        *((16, k, law) for k in (1, 4) for law in FILTERS),
+        *(pytest.param(16, 16, law, marks=pytest.mark.slow if law else []) for law in FILTERS),
+        (4096, 4, {"top_p": 0.9}),
+    ],
+    ids=str,
+)
 def test_the_token_follows_p_whatever_q(vocab: int, k: int, law: dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(vocab + k)
     logits = torch.randn(2, vocab, generator=generator) * 1.5

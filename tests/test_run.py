@@ -257,7 +257,7 @@ def test_the_embedded_family_runs_with_no_settings_but_a_size() -> None:
 # -- signals ----------------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_step_keeps_every_row_and_says_how_to_go_on(name: str, code: int, tmp_path: Path) -> None:
     rows = [{"prompt": "w30", "max_tokens": 40 + i % 20} for i in range(150)]
     data = ["data=jsonl", f"data.path={write_lines(tmp_path / 'in.jsonl', rows)}"]
@@ -357,6 +357,7 @@ def test_threads_are_measured_quickly_and_the_users_number_stands(four_cores: No
     assert choose_threads(CPU, lambda _: pytest.fail("nothing is measured")) == 1
 
 
+@pytest.mark.slow  # test_cases_machine has the same without triton
 def test_a_machine_without_a_gpu_runs_on_its_cpu_and_refuses_cuda(tmp_path: Path) -> None:
     child = process(f"output.dir={tmp_path / 'o'}", *SMALL)
     out, err = child.communicate(timeout=120)
