@@ -206,7 +206,8 @@ def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Rep
     if same_text:
         texts = [{row.prompt.index: row.output_ids for row in way.done} for way in ways]
         common = set.intersection(*(set(text) for text in texts))
-        assert common, "no row was ended by every way: more --seconds"
+        if not common:
+            raise SystemExit("python -m benchmarks adaptive: no row was ended by every way, so that texts cannot be compared: more --seconds")
         assert all(text[i] == texts[0][i] for text in texts for i in common), "the text is the same however it was drafted"
     seconds: dict[int, float] = {}
     for choice in ways[-1].engine.adaptive_report():
@@ -268,23 +269,37 @@ def show(found: dict[str, Any]) -> None:
     print(f"  adaptive decoded at num_steps {'; '.join(shares)}. Rounds with a capture: {found['rounds_with_a_capture']}", flush=True)
 
 
-def numbers(text: str) -> list[int]:
-    """Integers separated by commas; ValueError for anything else, which argparse reports."""
-    return [int(number) for number in text.split(",")]
+def count(text: str) -> int:
+    """An integer of at least 1; ValueError for anything else, which argparse reports, as below."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Such integers separated by commas."""
+    return [count(number) for number in text.split(",")]
+
+
+def amount(text: str) -> float:
+    """A number above 0 and below a day in seconds."""
+    if not 0 < float(text) < 86400:
+        raise ValueError
+    return float(text)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print and return one entry a drafter and batch."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks adaptive", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(DRAFTERS), help="drafters, separated by commas")
-    parser.add_argument("--batches", default="1,8,64")
-    parser.add_argument("--tokens", type=int, default=192, help="tokens a row generates (192)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of decoding, each way in each repeat (2)")
-    parser.add_argument("--warm-seconds", type=float, default=2.0, help="of each way before (2)")
-    parser.add_argument("--turn-ms", type=float, default=10.0, help="length of a turn (10)")
-    parser.add_argument("--max-steps", type=int, default=6, help="the largest num_steps, also adaptive's (6)")
-    parser.add_argument("--fixed", type=numbers, help="the fixed num_steps to set beside it, separated by commas (all)")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batches", type=counts, default="1,8,64")
+    parser.add_argument("--tokens", type=count, default=192, help="tokens a row generates (192)")
+    parser.add_argument("--seconds", type=amount, default=2.0, help="of decoding, each way in each repeat (2)")
+    parser.add_argument("--warm-seconds", type=amount, default=2.0, help="of each way before (2)")
+    parser.add_argument("--turn-ms", type=amount, default=10.0, help="length of a turn (10)")
+    parser.add_argument("--max-steps", type=count, default=6, help="the largest num_steps, also adaptive's (6)")
+    parser.add_argument("--fixed", type=counts, help="the fixed num_steps to set beside it, separated by commas (all)")
+    parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--trace", action="store_true", help="each choice of the adaptive engine, and what it was told before, in the JSON file")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", default="bfloat16")
@@ -292,8 +307,10 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     if options.trace and options.json is None:
         parser.error("--trace writes to the JSON file: name one with --json FILE")
-    if options.repeats < 1:
-        parser.error("--repeats must be 1 or more")
+    if max(options.fixed or [1]) > options.max_steps:
+        parser.error("--fixed: adaptive speculation does not draft more than --max-steps")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: there is no CUDA device here; --device cpu --dtype float32 runs on the CPU")
     unknown = [name for name in options.only.split(",") if name not in DRAFTERS]
     if unknown:
         parser.error(f"--only: no drafter {', '.join(unknown)}; there are {', '.join(DRAFTERS)}")
@@ -303,7 +320,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     found = []
     random.seed(0)
     for drafter in options.only.split(","):
-        for batch in map(int, options.batches.split(",")):
+        for batch in options.batches:
             with no_collection():
                 found.append(measure(target, model, drafter, batch, options))
             show(found[-1])

@@ -175,7 +175,6 @@ class _Run:
         self.stopped_by: str | None = None  # the row error that ended the run under data.on_error=stop
         self.incomplete = False  # rows of the input are missing
         self.num_steps = self.num_draft_tokens = self.max_batch = 0
-        self.choices: list[dict[str, Any]] = []  # of adaptive speculation
 
     def generate(self, started: float) -> dict[str, Any]:
         """Generate and write every row that an earlier start did not; returns what the attempts file says of it. ``started``: of the job."""
@@ -185,14 +184,14 @@ class _Run:
             self.signals.arm()
             job = self._pass(engine)
             self.incomplete = job.stopped
-            self.choices = engine.adaptive_report()
+            adaptive = {"adaptive": engine.adaptive_report()} if self.config.draft.adaptive else {}
             throughput, step = _figures(job, engine, start_s, self.loaded.load_s)
         for what, count in self.writer.notes.items():
             log.warning("%d %s", count, what)
         if job.totals.first_token_s is not None:
             log.info("first token after %.2f s, %.2f s after the start", job.totals.first_token_s, start_s + job.totals.first_token_s)
         cuts = {"batch_cuts": engine.batch_cuts} if engine.batch_cuts else {}  # row limits after each time the device ran out of memory
-        return {"rows": job.totals.rows, "complete": not job.stopped, "throughput": throughput, "step": step, "start_s": start_s, **cuts}
+        return {"rows": job.totals.rows, "complete": not job.stopped, "throughput": throughput, "step": step, "start_s": start_s, **cuts, **adaptive}
 
     def _pass(self, engine: Engine) -> Job:
         config, writer = self.config, self.writer
@@ -256,9 +255,9 @@ class _Run:
     def stats(self, folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         """The whole of stats.json, from the rows on the disk; timings are those of the last start that wrote a row."""
         config = self.config
-        adaptive = {"adaptive": self.choices} if config.draft.adaptive else {}
         attempts = read_attempts(folder)
         timed: dict[str, Any] = next((entry for entry in reversed(attempts) if entry.get("rows")), {})
+        adaptive = {"adaptive": timed.get("adaptive", [])} if config.draft.adaptive else {}
         return build_stats(
             load_rows(folder),
             {

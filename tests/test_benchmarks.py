@@ -222,7 +222,17 @@ def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, c
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(["--trace"], "--json FILE"), (["--repeats", "0"], "1 or more"), (["--only", "eagle,egle"], "no drafter egle"), (["--fixed", "a"], "--fixed")],
+    [
+        (["--trace"], "--json FILE"),
+        (["--only", "eagle,egle"], "no drafter egle"),
+        (["--fixed", "7"], "--max-steps"),
+        *(
+            ([name, "0"], name)
+            for name in ("--repeats", "--batches", "--tokens", "--seconds", "--warm-seconds", "--turn-ms", "--max-steps", "--fixed")
+        ),
+        *(([name, "a"], name) for name in ("--batches", "--seconds", "--fixed")),
+        (["--seconds", "nan"], "--seconds"),
+    ],
 )
 def test_a_mistake_in_the_adaptive_benchmark_is_one_line(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

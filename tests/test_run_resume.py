@@ -83,7 +83,7 @@ def test_a_run_killed_before_its_first_row_starts_over() -> None:
 
 
 def test_resuming_a_finished_run_changes_no_row_and_keeps_its_figures() -> None:
-    assert start("o", *toy(), *lines(rows()), "baseline=true") == 0
+    assert start("o", *toy(), *lines(rows()), "baseline=true", "draft.adaptive=true") == 0
     before, kept = stats_of("o"), Path("o/generations.jsonl").read_bytes()
     assert resume("o") == 0
     after = stats_of("o")
@@ -91,6 +91,7 @@ def test_resuming_a_finished_run_changes_no_row_and_keeps_its_figures() -> None:
     assert [after[name] for name in ("throughput", "step", "baseline", "acceptance")] == [
         before[name] for name in ("throughput", "step", "baseline", "acceptance")
     ]
+    assert after["draft"] == before["draft"] and sum(entry["steps"] for entry in after["draft"]["adaptive"]) > 0
     assert [entry["rows"] for entry in after["attempts"]] == [24, 0]
 
 
