@@ -905,14 +905,14 @@ def test_a_step_costs_what_the_device_or_the_host_takes_and_the_hosts_longest_ti
     costs, key = Costs(), (8, 512)
     costs.add(key, 4, [9.0, 2.0, 2.0, 2.0], True)
     costs.add(key, 1, [9.0, 1.0, 1.0, 1.0], False)
-    assert costs.host(8) == 0.0
+    assert costs.beside(8, 0.0) == 0.0
     costs.add_hosts(8, [100.0, 0.5, 0.5, 0.5, 1.5, 1.5, 2.5, 2.5])
-    assert costs.host(8) == pytest.approx((3 * 0.5 + 2 * 1.5 + 2 * 2.5) / 7)
+    assert costs.beside(8, 0.0) == pytest.approx((3 * 0.5 + 2 * 1.5 + 2 * 2.5) / 7)
     assert costs.cost(key, 1) == pytest.approx((3 * 1.0 + 2 * 1.5 + 2 * 2.5) / 7)
     assert costs.all_costs(key, 4)[4] == costs.cost(key, 4) == pytest.approx((5 * 2.0 + 2 * 2.5) / 7)
-    assert costs.known(key) == {4: 2.0, 1: 1.0} and costs.host(4) == 0.0
+    assert costs.known(key) == {4: 2.0, 1: 1.0} and costs.beside(4, 0.0) == 0.0
     costs.add_hosts(8, [0.1] * 32)
-    assert costs.host(8) == pytest.approx(0.1) and costs.cost(key, 1) == 1.0
+    assert costs.beside(8, 0.0) == pytest.approx(0.1) and costs.cost(key, 1) == 1.0
 
 
 def test_a_look_undoes_one_that_fell_into_a_slow_moment() -> None:

@@ -104,12 +104,8 @@ class Costs:
         if seconds:
             self._hosts.setdefault(bucket, Host()).add(seconds)
 
-    def host(self, bucket: int) -> float:
-        """Seconds a step of a bucket takes at least, 0 where the host does not work beside the device."""
-        return self.beside(bucket, 0.0)
-
     def beside(self, bucket: int, seconds: float) -> float:
-        """Seconds of a step of a bucket that takes the device so long."""
+        """Seconds of a step of a bucket that takes the device so long: the same where the host does not work beside it."""
         host = self._hosts.get(bucket)
         return seconds if host is None else host.beside(seconds)
 
