@@ -27,7 +27,7 @@ from specgen.engine.batch import Batch
 from specgen.engine.engine import Engine
 from specgen.engine.flight import InFlight
 from specgen.engine.graphs import bucket_of
-from specgen.engine.pacing import Pacing
+from specgen.engine.pacing import HOST_TIMES, TIMES, UNTOLD_STEPS, Pacing
 from specgen.kernels.reference_step import RESULT_COLUMNS
 from specgen.models.attention import KvPool
 from specgen.models.loader import load_target
@@ -398,6 +398,7 @@ class Line:
         self.pacing = Pacing(script, drafter, Graphs(), 4, 4096, RESULT_COLUMNS + 3, overlap=1)  # type: ignore[arg-type]
         self.rows = ((1, None, 0), (2, None, 0))
         self.before: InFlight | None = None
+        self.device = 1.0  # seconds of the device for the step before
 
     def step(self, seconds: float, waited: float, *, decode: bool = True, chunk: bool = False, max_len: int = 20, **more: Any) -> Batch:
         """Launch a step; the one before is retired ``seconds`` after the last retirement, ``waited`` of them spent waiting for it."""
@@ -414,7 +415,7 @@ class Line:
     def retire(self, seconds: float, waited: float, newest: InFlight | None) -> None:
         self.time.now += seconds
         if self.before is not None:
-            self.before.waited_s, self.before.decode_s = waited, 1.0 if self.before.batch.decode and not self.before.capture_s else None
+            self.before.waited_s, self.before.decode_s = waited, self.device if self.before.batch.decode and not self.before.capture_s else None
             self.pacing.retired(self.before, newest, 0.0)
         self.before = None
 
@@ -468,6 +469,27 @@ def test_the_hosts_time_is_told_with_the_bucket_of_the_step_it_was_spent_on(monk
     line.pacing.report()
     found = {(choice.bucket, host) for choice, outcome in script.told for host in outcome.hosts}
     assert found == {(1, 1.0), (2, 10.0)}
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_of_a_long_run_the_first_steps_are_timed_and_the_others_count_as_long_as_they_took(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
+    script = Runs([num_steps], more=1000)
+    line = Line(monkeypatch, script)
+    times = [0.5, *[1.0] * 7, *[2.0] * 8]  # the device's, for the first 16 steps; the later ones are not looked at
+    steps = UNTOLD_STEPS + 40
+    for step in range(steps):
+        line.step(3.0, 1.0, capture_s=3.0 * (step == steps - 10))
+        line.device = times[step % UNTOLD_STEPS] if step % UNTOLD_STEPS < TIMES else 100.0
+    line.pacing.report()
+    told = [(outcome.steps, outcome.timed, outcome.seconds, len(outcome.times), len(outcome.hosts)) for _, outcome in script.told]
+    mean = sum(times) / TIMES
+    assert told == [
+        (UNTOLD_STEPS, UNTOLD_STEPS, UNTOLD_STEPS * mean, TIMES, HOST_TIMES),
+        (30, 30, 30 * mean, TIMES, HOST_TIMES),
+        (1, 1, 3.0, 0, 0),  # the step that captured
+        (8, 8, 800.0, 8, 7),  # the last one launched is not retired
+    ]
+    assert [outcome.times for _, outcome in script.told][:2] == [times, times]
 
 
 def test_a_run_ends_where_the_context_changes_also_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,25 +552,31 @@ class Runs(Script):
         return super().choose(bucket, context)._replace(more=self.more)
 
 
+@pytest.mark.parametrize("length", [6, 12])
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_choice_holds_for_its_run_or_until_the_bucket_changes_and_every_step_is_told(overlap: int) -> None:
+def test_a_choice_holds_for_its_run_or_until_the_bucket_changes_and_every_step_is_told(
+    overlap: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs of 12 only a part is timed."""
+    monkeypatch.setattr("specgen.engine.pacing.TIMES", 6 if length == 6 else 4)
     engine = engine_of("rand_target", "draft_model:rand_draft", steps=3, batch=4, overlap=overlap, chunk=50, adaptive=True)
     assert engine.pacing is not None
-    script = engine.pacing.controller = Runs([3, 0, 1])
+    script = engine.pacing.controller = Runs([3, 0, 1], more=length - 1)
     steps: list[tuple[int, int]] = []
     launch = engine.launch
     engine.launch = lambda batch: steps.append((len(batch.decode), batch.num_steps)) or launch(batch)  # type: ignore[method-assign,func-returns-value]
     result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
     assert result.ids == plain("rand_target", None)
     engine.adaptive_report()
+    assert (length == 12) == any(outcome.timed > len(outcome.times) > 0 for _, outcome in script.told)
     decodes = [(bucket_of(rows, 4), steps) for rows, steps in steps if rows]
     at, expected = 0, []
     for (bucket, _), num_steps in zip(script.asked, itertools.cycle([3, 0, 1]), strict=False):
-        run = list(itertools.takewhile(lambda step: step[0] == bucket, decodes[at : at + 6]))  # noqa: B023
+        run = list(itertools.takewhile(lambda step: step[0] == bucket, decodes[at : at + length]))  # noqa: B023
         assert run and all(step == (bucket, num_steps) for step in run)
         at += len(run)
         expected.append((bucket, num_steps, len(run)))
-    assert at == len(decodes) and any(run == 6 for *_, run in expected) and any(run < 6 for *_, run in expected[:-1])
+    assert at == len(decodes) and any(run == length for *_, run in expected) and any(run < length for *_, run in expected[:-1])
     runs = itertools.groupby(script.told, lambda told: told[0])
     told = [(choice.bucket, choice.num_steps, sum(outcome.steps for _, outcome in group)) for choice, group in runs]
     assert sum(told, ()) == sum(expected, ())

@@ -55,9 +55,9 @@ class Outcome:
     """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; reached and accepted: of them, by depth;
     at S = 0 none are counted.
 
-    seconds: of the ``timed`` steps. ``times``: of each that is the plain cost of such a step. ``hosts``: what the host alone took for some, where it
-    works beside the device. ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it that went into a graph capture.
-    Such steps come one at a time.
+    seconds: of the ``timed`` steps. ``times``: of some that are the plain cost of such a step, each. ``hosts``: what the host alone took for some,
+    where it works beside the device. ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it that went into a graph
+    capture. Such steps come one at a time.
     """
 
     steps: int

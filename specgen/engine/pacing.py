@@ -24,6 +24,7 @@ from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
 
 FEW = 8  # rows that a loop counts sooner than numpy does
 UNTOLD_STEPS = 64  # so many are kept until they are told
+TIMES = 16  # steps of a run that are timed until they are told: what the rest take is not worth a look at every step
 HOST_TIMES = 8  # of the host are taken until they are told
 
 
@@ -70,6 +71,8 @@ class Pacing:
         # Steps retired and not yet told, all of one choice.
         self._of = self._run.choice
         self._untold, self._times, self._hosts = 0, list[float](), list[float]()
+        self._timed: Paced | None = None  # the run of which enough steps have been timed until they are told; ``_more``: steps of it since
+        self._more = 0
         self._rows = np.zeros((UNTOLD_STEPS * max_batch, columns), np.int32)
         self._num_rows = 0
 
@@ -119,7 +122,14 @@ class Pacing:
     def retired(self, flight: InFlight, newest: InFlight | None, start: float) -> None:
         """A step was retired while ``newest`` was the last one launched, None where nothing is in flight; the call of ``Engine.step`` began at
         ``start``."""
-        batch, seconds, host = flight.batch, flight.decode_s, None
+        batch = flight.batch
+        if self._timed is not None and batch.paced is self._timed and self._untold < UNTOLD_STEPS and not flight.capture_s:
+            self._untold += 1
+            self._more += 1
+            if batch.num_steps:
+                self._note_rows(flight)
+            return
+        seconds, host = flight.decode_s, None
         if not self.overlap:
             seconds = time.perf_counter() - start if seconds is not None and not batch.chunks else None
         elif self.graphs is None or self.graphs.off:
@@ -143,10 +153,17 @@ class Pacing:
             self._hosts.append(host)
         if seconds is not None:
             self._times.append(seconds)
+            if len(self._times) == TIMES:
+                self._timed, self._steady = paced, False
         if batch.num_steps:
-            begin = self._num_rows
-            self._num_rows = end = begin + len(batch.decode)
-            self._rows[begin:end] = landed.np[: end - begin]
+            self._note_rows(flight)
+
+    def _note_rows(self, flight: InFlight) -> None:
+        """Keep what came of each row of a step until it is told."""
+        assert flight.decode_result is not None
+        begin = self._num_rows
+        self._num_rows = end = begin + len(flight.batch.decode)
+        self._rows[begin:end] = flight.decode_result.np[: end - begin]
 
     def _host_time(self, flight: InFlight, newest: InFlight | None) -> float | None:
         """What the host took since the last retirement, where it did nothing but launch and retire plain decode steps."""
@@ -170,9 +187,13 @@ class Pacing:
         if not self._untold:
             return
         outcome = _outcome(self._rows[: self._num_rows], self._of.num_steps)
-        outcome.steps, outcome.timed, outcome.seconds = self._untold, len(self._times), sum(self._times)
         outcome.times, outcome.hosts = self._times, self._hosts
+        outcome.steps, outcome.timed, outcome.seconds = self._untold, len(self._times), sum(self._times)
+        if self._more:  # those that were not looked at took as long as the others
+            outcome.seconds *= 1 + self._more / outcome.timed
+            outcome.timed += self._more
         self._untold, self._times, self._hosts, self._num_rows = 0, [], [], 0
+        self._timed, self._more = None, 0
         self._told(self._of, outcome)
 
     def _tell_alone(self, paced: Paced, result: np.ndarray, seconds: float | None, capture_s: float) -> None:
