@@ -18,6 +18,7 @@ import argparse
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -207,7 +208,8 @@ def repeat(ways: list[Way], options: argparse.Namespace, same_text: bool) -> Rep
         texts = [{row.prompt.index: row.output_ids for row in way.done} for way in ways]
         common = set.intersection(*(set(text) for text in texts))
         if not common:
-            raise SystemExit("python -m benchmarks adaptive: no row was ended by every way, so that texts cannot be compared: more --seconds")
+            print("python -m benchmarks adaptive: no row was ended by every way, so that texts cannot be compared: more --seconds", file=sys.stderr)
+            raise SystemExit(2)
         assert all(text[i] == texts[0][i] for text in texts for i in common), "the text is the same however it was drafted"
     seconds: dict[int, float] = {}
     for choice in ways[-1].engine.adaptive_report():
@@ -270,9 +272,9 @@ def show(found: dict[str, Any]) -> None:
 
 
 def count(text: str) -> int:
-    """An integer of at least 1; ValueError for anything else, which argparse reports, as below."""
-    if int(text) < 1:
-        raise ValueError
+    """An integer of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
@@ -283,9 +285,35 @@ def counts(text: str) -> list[int]:
 
 def amount(text: str) -> float:
     """A number above 0 and below a day in seconds."""
-    if not 0 < float(text) < 86400:
-        raise ValueError
-    return float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 (and below 86400)")
+    return number
+
+
+def device(text: str) -> str:
+    """``cpu`` or a CUDA device that is here, with its number."""
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type == "cpu":
+        return "cpu"
+    if found.type != "cuda":
+        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor cuda nor cuda:N")
+    if (found.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"there is no {text} here; --device cpu --dtype float32 runs on the CPU")
+    return f"cuda:{found.index or 0}"
+
+
+def output(text: str) -> Path:
+    """A file in a folder that is there."""
+    if not Path(text).parent.is_dir() or Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that is there")
+    return Path(text)
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
@@ -301,22 +329,22 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--fixed", type=counts, help="the fixed num_steps to set beside it, separated by commas (all)")
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--trace", action="store_true", help="each choice of the adaptive engine, and what it was told before, in the JSON file")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--device", type=device, default="cuda:0")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--json", type=output, help="write the figures to this file")
     options = parser.parse_args(arguments)
     if options.trace and options.json is None:
         parser.error("--trace writes to the JSON file: name one with --json FILE")
     if max(options.fixed or [1]) > options.max_steps:
         parser.error("--fixed: adaptive speculation does not draft more than --max-steps")
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: there is no CUDA device here; --device cpu --dtype float32 runs on the CPU")
     unknown = [name for name in options.only.split(",") if name not in DRAFTERS]
     if unknown:
         parser.error(f"--only: no drafter {', '.join(unknown)}; there are {', '.join(DRAFTERS)}")
-    device = "cuda:0" if options.device == "cuda" else options.device
-    model = ModelConfig(dtype=options.dtype, device=device)
-    target = load_target(model, device, options.dtype)
+    model = ModelConfig(dtype=options.dtype, device=options.device)
+    target = load_target(model, options.device, options.dtype)
+    room = target.max_length - PROMPT_TOKENS
+    if options.tokens > room:
+        parser.error(f"--tokens: a prompt of the embedded family leaves room for {room}")
     found = []
     random.seed(0)
     for drafter in options.only.split(","):
@@ -324,7 +352,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
             with no_collection():
                 found.append(measure(target, model, drafter, batch, options))
             show(found[-1])
-            if device != "cpu":
+            if options.device != "cpu":
                 torch.cuda.empty_cache()
             if options.json is not None:
                 options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -389,6 +389,28 @@ def test_the_time_of_a_step_is_not_that_of_a_prefill_beside_it(overlap: int, gra
     assert found.count((1, 1.0)) > 10
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_steps_beside_a_prefill_are_not_timed_on_the_cpu_late_in_a_run_either(overlap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Time(monkeypatch, _launch_decode=lambda engine, batch: 1.0, _launch_prefill=lambda *_: 100.0)
+    engine = engine_of("rand_target", "draft_model:rand_draft", steps=1, batch=4, overlap=overlap, chunk=2, adaptive=True)
+    assert engine.pacing is not None
+    script = engine.pacing.controller = Runs([1], more=1000)
+    beside: list[bool] = []
+    launch = engine.launch
+    engine.launch = lambda batch: (beside.append(bool(batch.chunks)) if batch.decode else None) or launch(batch)  # type: ignore[method-assign,func-returns-value]
+    first, later = requests_of([PROMPTS[0], [5] * 60], SamplingParams(max_tokens=90, ignore_eos=True))
+    engine.add(first)
+    while len(beside) < 20:
+        engine.step()
+    engine.add(later)
+    while engine.has_work:
+        engine.step()
+    engine.adaptive_report()
+    alone = beside.count(False)
+    timed, seconds = (sum(getattr(outcome, name) for _, outcome in script.told) for name in ("timed", "seconds"))
+    assert sum(beside) == 30 and timed == seconds and alone - 5 * overlap <= timed <= alone
+
+
 class Line:
     """A line of steps through a ``Pacing``, by hand: what each is, and what lies between its launch and the retirement of the one before."""
 
@@ -475,21 +497,33 @@ def test_the_hosts_time_is_told_with_the_bucket_of_the_step_it_was_spent_on(monk
 def test_of_a_long_run_the_first_steps_are_timed_and_the_others_count_as_long_as_they_took(monkeypatch: pytest.MonkeyPatch, num_steps: int) -> None:
     script = Runs([num_steps], more=1000)
     line = Line(monkeypatch, script)
-    times = [0.5, *[1.0] * 7, *[2.0] * 8]  # the device's, for the first 16 steps; the later ones are not looked at
+    times = [50.0, *[1.0] * 7, *[2.0] * 8]  # the device's, for the first 16 steps; the later ones are not looked at
     steps = UNTOLD_STEPS + 40
     for step in range(steps):
         line.step(3.0, 1.0, capture_s=3.0 * (step == steps - 10))
         line.device = times[step % UNTOLD_STEPS] if step % UNTOLD_STEPS < TIMES else 100.0
     line.pacing.report()
     told = [(outcome.steps, outcome.timed, outcome.seconds, len(outcome.times), len(outcome.hosts)) for _, outcome in script.told]
-    mean = sum(times) / TIMES
     assert told == [
-        (UNTOLD_STEPS, UNTOLD_STEPS, UNTOLD_STEPS * mean, TIMES, HOST_TIMES),
-        (30, 30, 30 * mean, TIMES, HOST_TIMES),
+        (UNTOLD_STEPS, UNTOLD_STEPS, sum(times) + (UNTOLD_STEPS - TIMES) * 2.0, TIMES, HOST_TIMES),  # one slow step says nothing of the others
+        (30, 30, sum(times) + (30 - TIMES) * 2.0, TIMES, HOST_TIMES),
         (1, 1, 3.0, 0, 0),  # the step that captured
         (8, 8, 800.0, 8, 7),  # the last one launched is not retired
     ]
     assert [outcome.times for _, outcome in script.told][:2] == [times, times]
+
+
+@pytest.mark.parametrize("length", [*range(7, 19), 64, 80, 100])
+@pytest.mark.parametrize("prefill", [0, 5, 50])
+def test_a_host_time_is_that_of_one_step_however_long_the_runs_are(monkeypatch: pytest.MonkeyPatch, length: int, prefill: int) -> None:
+    """Every step takes the host two seconds; each ``prefill`` steps one has a prefill beside it, and then a step is a prefill alone."""
+    script = Runs([2], more=length - 1)
+    line = Line(monkeypatch, script)
+    for step in range(4 * length):
+        line.step(3.0, 1.0, chunk=prefill > 0 and step % prefill == 3, decode=not prefill or step % prefill != 4)
+    line.pacing.report()
+    hosts = [host for _, outcome in script.told for host in outcome.hosts]
+    assert set(hosts) == {2.0} and (prefill == 5 or len(hosts) > 3 * min(length - 3, HOST_TIMES))
 
 
 def test_a_run_ends_where_the_context_changes_also_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,6 +552,17 @@ def test_a_step_that_could_not_be_launched_skips_nothing_and_is_caught_up_later(
     line.pacing.undo(line.step(1.0, 0.0))
     assert line.pacing.skipped == 2
     assert line.step(1.0, 0.0).catch_up == 2 and line.step(1.0, 0.0).catch_up == 0
+
+
+def test_a_catching_up_that_could_not_be_launched_is_planned_again_at_once_and_not_at_the_end_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(monkeypatch, Runs([2, 0, 2, 2], more=5))
+    for _ in range(12):
+        line.step(1.0, 0.0)
+    failed = line.step(1.0, 0.0)
+    line.pacing.undo(failed)
+    again = line.step(1.0, 0.0)
+    assert (failed.num_steps, failed.catch_up) == (again.num_steps, again.catch_up) == (2, 6)
+    assert [line.step(1.0, 0.0).catch_up for _ in range(5)] == [0] * 5
 
 
 def test_an_engine_tells_what_the_host_took_beside_the_device_and_what_it_waited(monkeypatch: pytest.MonkeyPatch) -> None:

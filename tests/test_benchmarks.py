@@ -232,6 +232,15 @@ def test_adaptive_is_set_beside_every_fixed_num_steps_and_none(tmp_path: Path, c
         ),
         *(([name, "a"], name) for name in ("--batches", "--seconds", "--fixed")),
         (["--seconds", "nan"], "--seconds"),
+        (["--batches", "1,-8"], "'-8' is not a whole number"),
+        (["--tokens", "769"], "leaves room for 768"),  # the rows would end at the model's length
+        *((["--device", name], name) for name in ("gpu", "meta", "cuda:99")),
+        *((["--dtype", name], name) for name in ("floof", "int8")),
+        (["--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (
+            ["--only", "never", "--batches", "1", "--tokens", "700", "--seconds", "0.01", "--warm-seconds", "0.01", "--dtype", "float32"],
+            "more --seconds",
+        ),
     ],
 )
 def test_a_mistake_in_the_adaptive_benchmark_is_one_line(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -414,6 +414,13 @@ def test_the_same_setting_twice_is_no_mistake() -> None:
     assert run("draft.topk=1", "+draft.topk=1")[1].jobs[0][2] == ["draft.topk=1"]
 
 
+def test_the_sweep_over_every_drafter_has_all_that_there_are() -> None:
+    conf = Path(__file__).parents[1] / "conf"
+    swept = re.search(r"^ *draft: (\S+)$", (conf / "experiment" / "drafters.yaml").read_text(), re.M)
+    assert swept is not None
+    assert sorted(swept[1].split(",")) == sorted(path.stem for path in (conf / "draft").glob("*.yaml") if path.stem != "base")
+
+
 def test_an_experiment_is_chosen_with_and_without_a_plus(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/x.yaml").write_text("# @package _global_\ndefaults:\n  - override /draft: eagle3\nsampling:\n  max_tokens: 9\n")

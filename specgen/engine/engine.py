@@ -24,6 +24,7 @@ from specgen.draft.tree import IndexChecks, detect_oob, draft_depth
 from specgen.engine.batch import Batch, Chunk
 from specgen.engine.buffers import BufferRing
 from specgen.engine.clock import DeviceClock, mark_of
+from specgen.engine.endings import Endings
 from specgen.engine.flight import InFlight, StepTimes, fetched, read
 from specgen.engine.grammar import GrammarMasks, packed
 from specgen.engine.graphs import StepGraphs, bucket_of, context_of
@@ -109,17 +110,15 @@ class Engine:
         self.scheduler = Scheduler(
             self.pages,
             self.rows,
-            self.text,
+            Endings(self.text, self.grammar, target.eos_ids),
             max_batch=max_batch,
             reserve=self.reserve,
             prefill_tokens=engine.prefill_tokens,
             max_length=self.max_length,
-            eos_ids=target.eos_ids,
             device=self.device,
             law=self.law,
             vocab_limit=self.vocab_limit,
             drafter=drafter,
-            grammar=self.grammar,
         )
         self.max_batch = max_batch
         self.in_flight: deque[InFlight] = deque()
@@ -164,7 +163,7 @@ class Engine:
             return
         with torch.inference_mode(False):  # what is made here may be written to in a later step that is outside that mode
             sampling = request.sampling if self.grammar is None else self.grammar.on_device(request.sampling)
-            self.law.require(sampling, self.scheduler.stop_ids(request))
+            self.law.require(sampling, self.scheduler.endings.stop_ids(request))
             self.features |= features_of(sampling) | self.law.features
 
     def step(self) -> list[Request]:

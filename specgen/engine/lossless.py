@@ -167,7 +167,7 @@ def _scores_there(request: Request, output: tuple[int, ...], engine: Engine, nod
     found = [_replayed_logits(request, len(output), engine)]
     for width, copies in dict.fromkeys([(1, 1), (nodes, 1), (nodes, max(1, min(batch, WINDOW_ROWS // nodes)))]):
         found.append(window_logits(engine.target, ids, width, copies, engine.config.page_size))
-    stop_ids = engine.scheduler.stop_ids(request)
+    stop_ids = engine.scheduler.endings.stop_ids(request)
     law = LawState(2, engine.target.vocab_size, engine.max_length, engine.device)
     law.require(request.sampling if engine.grammar is None else engine.grammar.on_device(request.sampling), stop_ids)
     mask = None if engine.grammar is None else engine.grammar.mask_after(request, output).expand(len(found), -1)

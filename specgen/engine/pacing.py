@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,7 +64,7 @@ class Pacing:
         self.skipped = 0
         self._steps = drafter.num_steps  # the last S > 0
         self._last = 0.0  # when a step was last retired
-        self._steady = False  # the step retired before was a decode step alone, and the next was launched by then
+        self._steady = False  # the step retired before was looked at, a decode step alone, and the next was launched by then
         self._run = Paced(Choice(0, 0, 0), 0)
         self._left = 0  # steps of the run that may still be launched
         self._decode: Any = None  # the rows of the last step, and their bucket and context
@@ -118,14 +119,17 @@ class Pacing:
     def undo(self, batch: Batch) -> None:
         """A batch that was planned has not been launched."""
         self.skipped += batch.catch_up if batch.num_steps else -1
+        self._left = 0  # what the batch was to catch up with is planned with a choice
 
     def retired(self, flight: InFlight, newest: InFlight | None, start: float) -> None:
         """A step was retired while ``newest`` was the last one launched, None where nothing is in flight; the call of ``Engine.step`` began at
         ``start``."""
         batch = flight.batch
-        if self._timed is not None and batch.paced is self._timed and self._untold < UNTOLD_STEPS and not flight.capture_s:
+        known = self._timed is not None and batch.paced is self._timed and self._untold < UNTOLD_STEPS
+        if known and not (batch.chunks or flight.capture_s):
             self._untold += 1
             self._more += 1
+            self._steady = False
             if batch.num_steps:
                 self._note_rows(flight)
             return
@@ -137,8 +141,10 @@ class Pacing:
             host = self._host_time(flight, newest)
             seconds = None if host is None or seconds is None or newest is None else seconds + max(0.0, host - newest.launch_s)
             host = None
-        elif len(self._hosts) < HOST_TIMES:
+        elif len(self._hosts) < HOST_TIMES and not known:
             host = self._host_time(flight, newest)
+        else:
+            self._steady = False
         paced, landed = batch.paced, flight.decode_result
         if paced is None or landed is None:
             return
@@ -153,8 +159,8 @@ class Pacing:
             self._hosts.append(host)
         if seconds is not None:
             self._times.append(seconds)
-            if len(self._times) == TIMES:
-                self._timed, self._steady = paced, False
+            if len(self._times) >= TIMES:
+                self._timed = paced
         if batch.num_steps:
             self._note_rows(flight)
 
@@ -189,8 +195,8 @@ class Pacing:
         outcome = _outcome(self._rows[: self._num_rows], self._of.num_steps)
         outcome.times, outcome.hosts = self._times, self._hosts
         outcome.steps, outcome.timed, outcome.seconds = self._untold, len(self._times), sum(self._times)
-        if self._more:  # those that were not looked at took as long as the others
-            outcome.seconds *= 1 + self._more / outcome.timed
+        if self._more:  # those that were not looked at took as long as most of the others
+            outcome.seconds += self._more * median(self._times)
             outcome.timed += self._more
         self._untold, self._times, self._hosts, self._num_rows = 0, [], [], 0
         self._timed, self._more = None, 0

@@ -14,16 +14,15 @@ import numpy as np
 import torch
 
 from specgen.draft.base import Drafter
-from specgen.engine.accounting import DEAD, FEW, FINISH_NAMES, fail, steps_of, trim
+from specgen.engine.accounting import DEAD, FEW, fail, steps_of
 from specgen.engine.batch import Batch, Chunk, tokens_known
 from specgen.engine.buffers import BufferRing
-from specgen.engine.grammar import GrammarMasks
+from specgen.engine.endings import Endings
 from specgen.engine.law import LawState, complaint
 from specgen.engine.memory import PageTable, ceil_to_page
-from specgen.engine.rows import MAX_STOP_IDS, DeviceRows
+from specgen.engine.rows import DeviceRows
 from specgen.engine.sampling import logprob_entries
-from specgen.engine.text import OutputText
-from specgen.kernels.reference_step import ACCEPTED, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS, STOP
+from specgen.kernels.reference_step import ACCEPTED, CHILD_AT_END, DRAFT_DEPTH, FINISH, KEPT, NON_FINITE, RESULT_COLUMNS
 from specgen.types import Prompt, Request, SamplingParams, step_code
 
 SLOTS_A_SLOT = 16  # slots of which one may stay empty so that prompts are prefilled together
@@ -39,23 +38,20 @@ class Scheduler:
         self,
         pages: PageTable,
         rows: DeviceRows,
-        text: OutputText,
+        endings: Endings,
         *,
         max_batch: int,
         reserve: int,
         prefill_tokens: int,
         max_length: int,
-        eos_ids: tuple[int, ...],
         device: torch.device,
         law: LawState,
         vocab_limit: int,
         drafter: Drafter,
-        grammar: GrammarMasks | None = None,
     ) -> None:
-        self.pages, self.rows, self.text, self.law, self.drafter, self.grammar = pages, rows, text, law, drafter, grammar
+        self.pages, self.rows, self.endings, self.law, self.drafter = pages, rows, endings, law, drafter
         self.vocab_limit = vocab_limit
         self.max_batch, self.reserve, self.prefill_tokens, self.max_length = max_batch, reserve, prefill_tokens, max_length
-        self.eos_ids = eos_ids
         self.waiting: deque[Request] = deque()
         self.prefilling: deque[Request] = deque()
         self.running: list[Request] = []
@@ -92,7 +88,7 @@ class Scheduler:
             request.status, request.finish_reason = "finished", "length"
         elif prompt == 0 or prompt >= self.max_length:
             fail(request, "ContextError", f"a prompt of {prompt} tokens leaves no room to generate: 1 to {self.max_length - 1} fit model.max_length")
-        elif request.sampling.stop and self.text.tokenizer is None:
+        elif request.sampling.stop and self.endings.text.tokenizer is None:
             fail(request, "ConfigError", "sampling.stop needs the model's tokenizer, and there is none: give sampling.stop_token_ids instead")
         elif (why := self._complaint(request)) is not None:
             fail(request, "ConfigError", why)
@@ -102,7 +98,7 @@ class Scheduler:
         if request.done:
             self._finished_early.append(request)
         else:
-            request.read = bool(request.sampling.stop) or self.grammar is not None or len(self.stop_ids(request)) > MAX_STOP_IDS
+            request.read = self.endings.on_host(request)
             self.waiting.append(request)
 
     def refusal(self, params: SamplingParams) -> str | None:
@@ -113,9 +109,10 @@ class Scheduler:
         """Why a row's law cannot be applied. Most rows have the job's own parameters, the same object, which are looked at once."""
         if request.sampling is self._sound:
             return None
-        why = complaint(request.sampling, self.stop_ids(request), self.vocab_limit, self.law.vocab_size)
-        if why is None and self.grammar is not None:
-            why = self.grammar.complaint(request.sampling, self.stop_ids(request))
+        stop_ids, grammar = self.endings.stop_ids(request), self.endings.grammar
+        why = complaint(request.sampling, stop_ids, self.vocab_limit, self.law.vocab_size)
+        if why is None and grammar is not None:
+            why = grammar.complaint(request.sampling, stop_ids)
         if why is None:
             self._sound = request.sampling
         return why
@@ -168,7 +165,7 @@ class Scheduler:
             budget -= known - request.prefill_pos
         self.waiting.extendleft(reversed(passed))
         if admitted:
-            stop_ids = [self.stop_ids(r) for r in admitted]
+            stop_ids = [self.endings.stop_ids(r) for r in admitted]
             self.rows.admit(admitted, stop_ids)
             self.law.admit(admitted, stop_ids)
 
@@ -210,15 +207,6 @@ class Scheduler:
                     return other
                 found = other
         return found
-
-    def stop_ids(self, request: Request) -> tuple[int, ...]:
-        """The ids that end this row: the model's EOS ids unless ``ignore_eos``, its own, and stop strings that are special tokens. Put together
-        once a request."""
-        if request.stop_ids is None:
-            eos = () if request.sampling.ignore_eos else self.eos_ids
-            special = tuple(self.text.special_stops(request.sampling.stop))
-            request.stop_ids = tuple(dict.fromkeys(eos + request.sampling.stop_token_ids + special))
-        return request.stop_ids
 
     # -- one step's plan ------------------------------------------------------------------------------------------------------------------
 
@@ -389,51 +377,13 @@ class Scheduler:
                 request.steps.append(code)
 
     def _settle(self, request: Request, new_tokens: int, finish: int) -> bool:
-        """Apply host-side endings (stop strings, long stop lists), then the device's; release the row when it ended."""
-        cut: tuple[int, str | int] | None = self.text.stop_at(request, new_tokens) if request.sampling.stop else None
-        stop_ids = self.stop_ids(request)
-        if len(stop_ids) > MAX_STOP_IDS:
-            cut = self._long_stop_list(request, new_tokens, stop_ids, cut)
-        if cut is not None:
-            n, request.stop_reason = cut
-            trim(request, n)
-            request.finish_reason = "stop"
-        elif finish == NON_FINITE:
-            fail(request, "NonFiniteError", f"the target's logits at output position {len(request.output_ids)} are not finite")
-        elif finish:
-            request.finish_reason = FINISH_NAMES[finish]
-            if finish == STOP:
-                request.stop_reason = request.output_ids[-1]
-        if self.grammar is not None and request.error is None and not isinstance(request.stop_reason, str):
-            self._follow(self.grammar, request)
-        if not request.done:
+        """Apply a row's endings; release the row when it ended."""
+        if not self.endings.apply(request, new_tokens, finish):
             return False
-        if isinstance(request.stop_reason, int) and request.stop_reason not in request.sampling.stop_token_ids:
-            request.stop_reason = self.text.special_stops(request.sampling.stop).get(request.stop_reason, request.stop_reason)
         request.status = "finished"
         self.running.remove(request)
         self._release(request)
         return True
-
-    @staticmethod
-    def _follow(grammar: GrammarMasks, request: Request) -> None:
-        """Check the new tokens against the grammar; a row that it cannot go on with ends as an error, with the tokens that count."""
-        wrong = grammar.follow(request)
-        if wrong is not None:
-            trim(request, wrong[0])
-            request.stop_reason = None
-            fail(request, "GrammarError", wrong[1])
-
-    def _long_stop_list(
-        self, request: Request, new_tokens: int, stop_ids: tuple[int, ...], cut: tuple[int, str | int] | None
-    ) -> tuple[int, str | int] | None:
-        # Under a grammar an id that ends the row may come earlier: where no other id is left.
-        least = request.sampling.min_tokens if self.grammar is None else 0
-        first = max(len(request.output_ids) - new_tokens, least - 1, 0)
-        for n in range(first, len(request.output_ids)):
-            if request.output_ids[n] in stop_ids and (cut is None or n + 1 <= cut[0]):
-                return n + 1, request.output_ids[n]
-        return cut
 
     def abort(self, request: Request) -> None:
         """Drop a request wherever it is; steps in flight for it are ignored at retire."""
