@@ -6,7 +6,6 @@ of a benchmark of the kernels or of whole steps runs that one's own command line
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import host, latency, trees
+from benchmarks.options import Parser
 from benchmarks.registry import REGISTRY, Row, Settings
 
 MODULES = (host, trees, latency)  # they register themselves
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if arguments and arguments[0] in COMMANDS:
         importlib.import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
         return []
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m benchmarks", __doc__)
     parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
     parser.add_argument("--only", help="names to run, separated by commas")
     parser.add_argument("--json", type=Path, help="write the rows to this file")

@@ -7,7 +7,6 @@ Rejection: drafts drawn at random, accepted by coins. Boundary: drives the engin
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.options import Parser
 from specgen.embedded import measure
 from specgen.kernels import ops
 from specgen.loading import Loaded, load
@@ -74,7 +74,7 @@ def figures(samples: list[list[Counts]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print one line a shape and mode."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks acceptance", description=__doc__)
+    parser = Parser("python -m benchmarks acceptance", __doc__)
     parser.add_argument("--only", default=",".join(MODES), help="ways to measure, separated by commas")
     parser.add_argument("--method", default="eagle")
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -22,12 +22,12 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.options import Parser, amount, count, counts, device, output
 from benchmarks.timing import no_collection
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.data.tokenizer import load_tokenizer
@@ -271,54 +271,9 @@ def show(found: dict[str, Any]) -> None:
     print(f"  adaptive decoded at num_steps {'; '.join(shares)}. Rounds with a capture: {found['rounds_with_a_capture']}", flush=True)
 
 
-def count(text: str) -> int:
-    """An integer of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
-
-
-def counts(text: str) -> list[int]:
-    """Such integers separated by commas."""
-    return [count(number) for number in text.split(",")]
-
-
-def amount(text: str) -> float:
-    """A number above 0 and below a day in seconds."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 (and below 86400)")
-    return number
-
-
-def device(text: str) -> str:
-    """``cpu`` or a CUDA device that is here, with its number."""
-    try:
-        found = torch.device(text)
-    except RuntimeError:
-        found = torch.device("meta")
-    if found.type == "cpu":
-        return "cpu"
-    if found.type != "cuda":
-        raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor cuda nor cuda:N")
-    if (found.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(f"there is no {text} here; --device cpu --dtype float32 runs on the CPU")
-    return f"cuda:{found.index or 0}"
-
-
-def output(text: str) -> Path:
-    """A file in a folder that is there."""
-    if not Path(text).parent.is_dir() or Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that is there")
-    return Path(text)
-
-
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print and return one entry a drafter and batch."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks adaptive", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m benchmarks adaptive", __doc__)
     parser.add_argument("--only", default=",".join(DRAFTERS), help="drafters, separated by commas")
     parser.add_argument("--batches", type=counts, default="1,8,64")
     parser.add_argument("--tokens", type=count, default=192, help="tokens a row generates (192)")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import EMBEDDED, head_folder, write_folder
+from benchmarks.options import Parser
 from specgen import cli
 
 
@@ -138,7 +139,7 @@ def measure(folder: Path, work: Path, method: str, vocab: int, options: argparse
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print and return one entry a method."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks job", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m benchmarks job", __doc__)
     parser.add_argument("--only", default=",".join(METHODS), help="methods, separated by commas")
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=64)

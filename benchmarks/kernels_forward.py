@@ -7,7 +7,6 @@ prints the best; edit the lists below to widen it. Boundary: calls the launchers
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import tempfile
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.options import Parser
 from specgen.kernels import activation, attention, launch, linear, norm_rope
 from specgen.kernels.attention import AttentionConfig
 from specgen.kernels.linear import LinearConfig
@@ -244,7 +244,7 @@ def layer_rows(batches: set[int] | None) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the command line, print one line a figure, and write them all to ``--json``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels_forward", description=__doc__)
+    parser = Parser("python -m benchmarks kernels_forward", __doc__)
     parser.add_argument("--only", default="attention,linear,small,layer")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--batches", default=None)

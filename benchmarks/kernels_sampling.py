@@ -6,7 +6,6 @@ replays; host loops, which cannot stand in a graph, are timed with a wait. Bound
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels_forward import copies_for, graph_time
+from benchmarks.options import Parser
 from specgen.draft import tree as trees
 from specgen.kernels import draft_topk, law, next_token, philox, reference_tree, sampling, tree
 from specgen.kernels import reference_sampling as reference
@@ -224,7 +224,7 @@ SECTIONS: dict[str, Callable[[list[int]], Iterator[Row]]] = {
 
 def main(argv: list[str] | None = None) -> list[Row]:
     """Run the sections asked for, print a line a case, and return the rows."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks kernels_sampling", description=__doc__)
+    parser = Parser("python -m benchmarks kernels_sampling", __doc__)
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--batches", default="1,64,256")
     parser.add_argument("--json", type=Path)

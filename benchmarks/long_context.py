@@ -6,7 +6,6 @@ which no kernel here treats differently. Boundary: the target's forward and head
 
 from __future__ import annotations
 
-import argparse
 import json
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels_forward import graph_time
+from benchmarks.options import Parser
 from benchmarks.steps import SHAPES
 from specgen.config import ModelConfig
 from specgen.kernels import ops
@@ -76,7 +76,7 @@ def measure(target: FusedTarget, rows: int, context: int, nodes: int) -> dict[st
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print one line a number of nodes."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks long_context", description=__doc__)
+    parser = Parser("python -m benchmarks long_context", __doc__)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--nodes", default="4,1")

@@ -6,7 +6,6 @@ two steps, the device time of a step, the time its kernels take, and the idle sh
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from itertools import pairwise
 from statistics import median
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.options import Parser
 from benchmarks.steps import JOBS, SHAPES, build_engine, random_requests
 from specgen.config import ModelConfig
 from specgen.models.loader import load_target
@@ -53,7 +53,7 @@ def summarise(events: list[Any], steps: int, top: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Profile the given jobs."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser("python -m benchmarks.profile_step", __doc__)
     parser.add_argument("--job", default="eagle3_s3", choices=list(JOBS))
     parser.add_argument("--batch", default="1")
     parser.add_argument("--top", type=int, default=24)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoints import HEADS, head_folder, write_folder, write_weights
+from benchmarks.options import Parser
 from specgen.draft.load import FAMILY
 
 RUNS = ("cold", "warm")
@@ -102,7 +103,7 @@ def start(name: str, folder: Path, work: Path, options: argparse.Namespace) -> d
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Measure, print and return one entry a run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("python -m benchmarks startup", __doc__)
     parser.add_argument("--only", default=",".join(RUNS), help="runs, separated by commas; warm alone uses the caches as they are")
     parser.add_argument("--shape", default="llama31_8b", choices=list(HEADS))
     parser.add_argument("--prompts", type=int, default=64)

@@ -6,7 +6,6 @@ the engine's calls that only decode, host time included. Boundary: drives the en
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.options import Parser
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.draft.adaptive import Choice, Outcome
 from specgen.draft.load import load_drafter
@@ -103,7 +103,7 @@ def measure(target: Target, model: ModelConfig, name: str, batch: int, tokens: i
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print one line a job and batch."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks steps", description=__doc__)
+    parser = Parser("python -m benchmarks steps", __doc__)
     parser.add_argument("--only", default=",".join(JOBS))
     parser.add_argument("--batches", default="1,8,32,64,128,256")
     parser.add_argument("--tokens", type=int, default=256)
