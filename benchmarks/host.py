@@ -283,7 +283,7 @@ def stub_device(engine: Engine, count: int) -> None:
     result = torch.zeros(count, RESULT_COLUMNS + engine.num_steps + 1, dtype=torch.int32, device=engine.device)
     result[:] = torch.tensor([1, 2, 3, 0, 3, 1, 11, 12, 13, -1], dtype=torch.int32)
     target = engine._result[:count]
-    engine.decode = lambda *_, **__: target.copy_(result)  # type: ignore[method-assign,assignment]
+    engine.device_step.decode = lambda *_, **__: target.copy_(result)  # type: ignore[method-assign,assignment]
 
 
 def host_steps(engine: Engine, steps: int) -> tuple[list[int], list[int]]:

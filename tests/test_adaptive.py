@@ -259,7 +259,7 @@ def test_no_step_writes_outside_its_rows_pages(target: str, draft: str, topk: in
 
     def watched(batch: Any) -> Any:
         nonlocal seen
-        pools = [engine.pool, engine.drafter.pool]  # type: ignore[attr-defined]
+        pools = [engine.device_step.pool, engine.drafter.pool]  # type: ignore[attr-defined]
         before = [_lines(pool) for pool in pools]
         flight = launch(batch)
         slots = [slot for slot, *_ in batch.decode] + [chunk.request.slot for chunk in batch.chunks]
@@ -1056,7 +1056,7 @@ def test_without_graphs_what_the_host_does_beside_launching_is_part_of_every_ste
 
 def test_an_engine_with_a_fixed_num_steps_reports_nothing() -> None:
     engine = engine_of("target", "draft_model:draft_half", steps=2)
-    assert engine.adaptive_report() == [] and engine.ring is None
+    assert engine.adaptive_report() == [] and engine.device_step.ring is None
 
 
 def test_a_job_writes_the_same_rows_and_says_what_was_chosen(tmp_path: Path) -> None:

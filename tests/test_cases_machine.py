@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from specgen.engine import graphs
-from specgen.engine.engine import Engine
 from specgen.engine.graphs import BUCKETS, StepGraphs, bucket_of, context_of
+from specgen.engine.step import DeviceStep
 from specgen.loading import resolve_device
 from tests.harness import thinned
 from tests.jobs import ROOT, log_of, rows_of, same, start, stats_of, toy, write_lines
@@ -69,14 +69,14 @@ def test_a_job_that_runs_out_of_memory_once_has_every_row_of_a_smaller_batch(tmp
     path = write_lines(tmp_path / "in.jsonl", [{"id": i, "prompt": words[i % 5]} for i in range(200)])
     common = [*toy("draft_half"), "data=jsonl", f"data.path={path}", "sampling.max_tokens=9", "sampling.temperature=0.7"]
     assert start(tmp_path / "small", *common, "engine.max_batch=16") == 0
-    decode = Engine.decode
+    decode = DeviceStep.decode
 
-    def limited(self: Engine, slots: Any, *arguments: Any) -> None:
+    def limited(self: DeviceStep, slots: Any, *arguments: Any) -> None:
         if slots.shape[0] > 16:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         decode(self, slots, *arguments)
 
-    monkeypatch.setattr(Engine, "decode", limited)
+    monkeypatch.setattr(DeviceStep, "decode", limited)
     assert start(tmp_path / "big", *common, "engine.max_batch=64") == 0
     rows = rows_of(tmp_path / "big")
     assert list(rows) == [(i, 0) for i in range(200)] and same(rows) == same(rows_of(tmp_path / "small"))

@@ -139,7 +139,7 @@ def test_a_whole_step_of_a_chain_runs_no_indexing_operator_of_torch(target: str,
     seen = {}
     for topk in (1, 2) if draft.startswith("eagle:") else (1,):
         engine, requests = engine_for(target, draft, 2, batch=2, topk=topk), requests_of(PROMPTS[:2], MIXED[:2])
-        engine.checks = None
+        engine.device_step.checks = None
         for request in requests:
             engine.add(request)
         for _ in range(2):

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.timing import Operators
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.draft.load import load_drafter
-from specgen.engine import engine as engine_module
+from specgen.engine import step as step_module
 from specgen.engine.engine import Engine
 from specgen.engine.simulate import Simulation, impose_path
 from specgen.kernels import ops
@@ -110,7 +110,7 @@ class Recorder:
 def test_a_simulated_step_launches_all_that_a_real_one_does(device: str, shape: dict[str, int]) -> None:
     real = first_decode_step(engine_on(device, shape, None), device)
     assert sum(real.values()) > 50
-    with Recorder(engine_module, "impose_path") as paths, Recorder(ops, "finish_step") as finishes:
+    with Recorder(step_module, "impose_path") as paths, Recorder(ops, "finish_step") as finishes:
         simulated = first_decode_step(engine_on(device, shape, 3.0), device)
     assert real - simulated == Counter(), "a real step launches something that a simulated one leaves out"
     more = simulated - real
@@ -133,7 +133,7 @@ def test_a_simulated_step_launches_all_that_a_real_one_does(device: str, shape: 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_committed_are_the_drafts_tokens_and_then_the_targets(device: str, shape: dict[str, int]) -> None:
     engine, steps = engine_on(device, shape, 3.0), 0
-    commit = engine._commit
+    commit = engine.device_step._commit
 
     def checked(rows: Any, draft: Any, y: torch.Tensor, result: torch.Tensor, *more: Any) -> Any:
         nonlocal steps
@@ -147,7 +147,7 @@ def test_what_is_committed_are_the_drafts_tokens_and_then_the_targets(device: st
         steps += 1
         return found
 
-    engine._commit = checked  # type: ignore[method-assign]
+    engine.device_step._commit = checked  # type: ignore[method-assign]
     engine.run(requests())
     assert steps == 10, "a token from the prefill and 29 more, 3 a step"
 

@@ -34,7 +34,7 @@ def turns(result: Run) -> list[list[Turn]]:
 
 def wrong_once_in(every: int, engine: Engine) -> list[int]:
     """Break an engine's acceptance: of every so many drafted tokens one that the target rejects, a first child, is accepted. Returns their count."""
-    commit, drafted, broken = engine._commit, 0, [0]
+    commit, drafted, broken = engine.device_step._commit, 0, [0]
 
     def corrupted(rows: Any, draft: Any, y: torch.Tensor, *more: Any) -> Any:
         nonlocal drafted
@@ -46,7 +46,7 @@ def wrong_once_in(every: int, engine: Engine) -> list[int]:
                 broken[0] += 1
         return commit(rows, draft, y, *more)
 
-    engine._commit = corrupted  # type: ignore[method-assign]
+    engine.device_step._commit = corrupted  # type: ignore[method-assign]
     return broken
 
 

@@ -16,7 +16,7 @@ PROMPTS = [[1, 30 + i % 5, 10 + i % 7] for i in range(60)]
 
 def limited(engine, fits: int, after: bool) -> None:
     """Let ``decode`` fail for more rows than ``fits``: before it does anything, or (``after``) when the device has already committed."""
-    real = engine.decode
+    real = engine.device_step.decode
 
     def decode(slots, *arguments):
         if slots.shape[0] > fits and not after:
@@ -25,7 +25,7 @@ def limited(engine, fits: int, after: bool) -> None:
         if slots.shape[0] > fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    engine.decode = decode
+    engine.device_step.decode = decode
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

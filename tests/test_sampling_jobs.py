@@ -14,6 +14,7 @@ import specgen
 from specgen.config import DraftConfig, EngineConfig, ModelConfig
 from specgen.draft.load import load_drafter
 from specgen.engine.engine import Engine
+from specgen.engine.step import DeviceStep
 from specgen.errors import CheckpointError, ConfigError
 from specgen.models.generation import FOREIGN, sampling_defaults
 from specgen.models.loader import load_target
@@ -53,14 +54,14 @@ def test_fewer_rows_than_there_are_can_be_asked_for_and_errors_are_not_replayed(
 
 
 def test_a_row_that_the_target_would_not_write_fails_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = Engine._commit
+    commit = DeviceStep._commit
 
-    def corrupted(self: Engine, rows: Any, draft: Any, y: torch.Tensor, *more: Any) -> Any:
+    def corrupted(self: DeviceStep, rows: Any, draft: Any, y: torch.Tensor, *more: Any) -> Any:
         if draft is not None:
             y = torch.cat([draft.token_ids[:, :1], y[:, 1:]], 1)  # the first draft is always taken
         return commit(self, rows, draft, y, *more)
 
-    monkeypatch.setattr(Engine, "_commit", corrupted)
+    monkeypatch.setattr(DeviceStep, "_commit", corrupted)
     assert start("o", *toy("draft_half"), *lines([{"prompt": "w30"}, {"prompt": "w31"}]), "sampling.max_tokens=12", "verify_lossless=2") == 1
     found = stats_of("o")["lossless"]
     # The draft model is wrong after odd tokens: the other row's first drafts were right anyway.

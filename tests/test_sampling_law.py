@@ -174,10 +174,10 @@ def test_a_stop_string_before_min_tokens_is_passed_over() -> None:
 def test_tables_exist_only_where_a_row_needs_them() -> None:
     engine = engine_of("target", PERFECT)
     drive(engine, requests_of([[30]], SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9)))
-    assert engine.law.features == frozenset() and engine.features == {"sampled", "filters"}
+    assert engine.law.features == frozenset() and engine.device_step.features == {"sampled", "filters"}
     assert all(getattr(engine.law.tables, name) is None for name in ("repetition", "output_count", "bias", "min_tokens"))
     drive(engine, requests_of([[30]], SamplingParams(max_tokens=3, logit_bias=((31, -9.0),))))
-    assert engine.features == {"sampled", "filters", "bias"} and engine.law.tables.repetition is None
+    assert engine.device_step.features == {"sampled", "filters", "bias"} and engine.law.tables.repetition is None
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

@@ -191,11 +191,11 @@ def _replayed_logits(request: Request, position: int, engine: Engine) -> Tensor:
             seen.append(logits[0].clone())
         calls += 1
 
-    engine.tap = tap
+    engine.device_step.tap = tap
     try:
         engine.run([_fresh(request, max_tokens=position + 1)])
     finally:
-        engine.tap = None
+        engine.device_step.tap = None
     return seen[0]
 
 
