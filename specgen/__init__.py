@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "__version__", "generate", "load_rows", "load_stats"]
+__all__ = ["Engine", "SpecgenError", "__version__", "generate", "load_rows", "load_stats"]
 
 # In a checkout the folder `kernels` stands beside the package; installed, it is inside it.
 _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir():
     __path__.append(str(_here.parent))
 
-_LAZY = {"generate": "specgen.api", "Engine": "specgen.api", "load_rows": "specgen.report.stats", "load_stats": "specgen.report.stats"}
+_LAZY = {
+    "generate": "specgen.api",
+    "Engine": "specgen.api",
+    "SpecgenError": "specgen.errors",
+    "load_rows": "specgen.report.stats",
+    "load_stats": "specgen.report.stats",
+}
 
 
 def __getattr__(name: str) -> Any:

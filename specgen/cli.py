@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from specgen import __version__, folders, resuming, stuck
 from specgen.compose import composer, enter_hydra, folder_asked_for, options, reworded, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
+from specgen.console import say, write
 from specgen.errors import ConfigError, SpecgenError
-from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line, say
+from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line
 from specgen.overrides import Override, parse, plain_value, refuse_sweep
 from specgen.pasting import quoted
 from specgen.validate import validate
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> 
             return _dispatch(list(sys.argv[1:] if argv is None else argv), runner or Specgen())
         except SpecgenError as error:
             if debugging():
-                traceback.print_exception(error)
+                write(sys.stderr, traceback.format_exc())
             say(one_line(error))
             return 2
         except Terminated:
@@ -96,14 +97,16 @@ def _dispatch(argv: list[str], runner: Runner) -> int:
     if args.help:
         from specgen.usage import help_text
 
-        print(help_text(), end="")
+        write(sys.stdout, help_text())
         return 0
     if args.version:
-        print(f"specgen {__version__}")
+        write(sys.stdout, f"specgen {__version__}\n")
         return 0
     if args.hydra_help or args.shell_completion or args.info or args.cfg in ("hydra", "all"):
         return enter_hydra(argv, lambda cfg: None)
     if any(text.startswith("merge=") for text in args.overrides):
+        if args.multirun:
+            raise ConfigError("merge= joins the folders of finished jobs, and -m sweeps over jobs; leave out -m")
         return resuming.merge(args.overrides, runner)
     path = searchpath_of(args.config_dir, args.overrides)
     overrides = [o for o in parse(args.overrides, lambda group: options(group, path)) if o.key != "hydra.searchpath"]
@@ -167,7 +170,7 @@ class Plan:
             if not isinstance(part, dict) or name not in part:
                 raise ConfigError(f"--package {package}: no such part of the configuration")
             part = part[name]
-        print(folders.dump_yaml(part), end="")
+        write(sys.stdout, folders.dump_yaml(part))
         return 0
 
     def run(self, runner: Runner) -> int:

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -21,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from specgen.console import ConsoleHandler
 from specgen.errors import ConfigError, DataError
 from specgen.pasting import setting
 from specgen.report.disk import holder, sync_folder
@@ -94,6 +94,11 @@ def unmake(folder: Path, made: Sequence[Path]) -> None:
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         (folder / ".hydra").rmdir()
+    unmake_empty(made)
+
+
+def unmake_empty(made: Sequence[Path]) -> None:
+    """Take back those of the folders ``made`` that nobody has written to."""
     for path in reversed(made):
         with suppress(OSError):  # not empty: it holds what others wrote
             path.rmdir()
@@ -129,19 +134,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    word = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_./-]*", text) and text.lower() not in (
-        "true",
-        "false",
-        "null",
-        "yes",
-        "no",
-        "on",
-        "off",
-        "y",
-        "n",
-        "nan",
-        "inf",
-    )
+    word = PLAIN_WORD.fullmatch(text) and text.lower() not in NOT_TEXT
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if word else '"')
 
 
@@ -169,9 +162,11 @@ def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequen
                 os.fsync(file.fileno())
         temporary.rename(folder / ".hydra")
         sync_folder(folder)
+        for left in folder.glob(".hydra-????????"):  # of a job killed at this point, or of one that comes too late
+            shutil.rmtree(left, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) or (folder / ".hydra").exists():
             raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
         raise ConfigError(f"output.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
 
@@ -188,8 +183,13 @@ def read_hydra_files(folder: Path) -> tuple[dict[str, Any], list[str], Path | No
         hydra = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(f"resume={folder}: its .hydra files cannot be read ({str(error).splitlines()[0]})") from error
-    started = hydra.get("hydra", {}).get("runtime", {}).get("cwd")
-    return dict(config), [str(text) for text in overrides], Path(started) if started else None
+    for name, value, kind in (("config", config, dict), ("overrides", overrides, list), ("hydra", hydra, dict)):
+        if not isinstance(value, kind):
+            raise DataError(f"resume={folder}: its .hydra/{name}.yaml is damaged; bring it back, or start a new run")
+    started = hydra
+    for name in ("hydra", "runtime", "cwd"):
+        started = started.get(name) if isinstance(started, dict) else None
+    return config, [str(text) for text in overrides], Path(started) if isinstance(started, str) and started else None
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.L
     News goes to stdout and warnings to stderr, so that what a mistake in the call prints on stderr is its one line.
     """
     logger = logging.getLogger("specgen")
-    news, warnings = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    news, warnings = ConsoleHandler("stdout"), ConsoleHandler("stderr")
     news.addFilter(lambda record: record.levelno < logging.WARNING)
     warnings.setLevel(logging.WARNING)
     handlers: list[logging.Handler] = [news, warnings]

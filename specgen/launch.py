@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specgen import folders
 from specgen.compose import to_config
 from specgen.config import PATH_KEYS, Config, to_dict
+from specgen.console import say, write
 from specgen.errors import SpecgenError
 from specgen.grammar_text import under
 from specgen.pasting import setting
@@ -91,11 +92,6 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def say(line: str) -> None:
-    """One line on stderr."""
-    print(f"specgen: {line}", file=sys.stderr)
-
-
 def debugging() -> bool:
     """Whether tracebacks of the user's own errors are wanted."""
     return os.environ.get("SPECGEN_DEBUG") == "1"
@@ -103,7 +99,7 @@ def debugging() -> bool:
 
 def defect() -> int:
     """Report the exception being handled as a defect; the exit code."""
-    traceback.print_exc()
+    write(sys.stderr, traceback.format_exc())
     say("the error above is a defect of specgen, not of your call")
     return 1
 
@@ -123,6 +119,7 @@ def launch(cfg: DictConfig, outcome: Outcome, runner: Runner) -> None:
         folders.write_hydra_files(folder, to_dict(config), outcome.overrides, OmegaConf.to_yaml(OmegaConf.create({"hydra": hydra})))
     except SpecgenError as error:
         outcome.exit_code, outcome.error = 2, one_line(error)
+        folders.unmake_empty(outcome.made or ())
         return
     try:
         with folders.logging_to(folder, verbose=bool(hydra.verbose)) as log:
@@ -143,7 +140,7 @@ def guarded(work: Callable[[], int], log: logging.Logger) -> tuple[int, str | No
         return work(), None
     except SpecgenError as error:
         if debugging():
-            traceback.print_exception(error)
+            write(sys.stderr, traceback.format_exc())
         log.error("%s", one_line(error), exc_info=debugging(), extra={"file_only": True})
         return 2, one_line(error)
     except Exception as error:

@@ -35,8 +35,7 @@ def earlier_record(folder: Path) -> dict[str, Any] | None:
         if rows_format(folder) is not None:
             raise DataError(f"{folder} holds rows but no {ENVIRONMENT_NAME}: whether the input is the same cannot be told; start a new run")
         return None
-    record: dict[str, Any] = read_json(folder / ENVIRONMENT_NAME, "start a new run")
-    return record
+    return read_json(folder / ENVIRONMENT_NAME, "start a new run")
 
 
 def pinned(data: DataConfig, earlier: dict[str, Any] | None) -> DataConfig:

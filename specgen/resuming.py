@@ -11,9 +11,10 @@ from typing import Any
 
 from specgen import folders
 from specgen.config import PATH_KEYS, Config
+from specgen.console import say
 from specgen.errors import ConfigError, DataError
 from specgen.grammar_text import KEY
-from specgen.launch import Runner, guarded, say, with_absolute_paths
+from specgen.launch import Runner, guarded, with_absolute_paths
 from specgen.overrides import split_elements
 from specgen.pasting import setting
 from specgen.report.disk import holder

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from specgen import stuck
 from specgen.config import Config, DataConfig
+from specgen.console import tell
 from specgen.data.chat import describe_chat
 from specgen.data.prompts import check_first_row
 from specgen.data.sampling import params_from_config
@@ -58,6 +59,10 @@ from specgen.schema import build
 from specgen.types import Prompt
 
 log = logging.getLogger("specgen")
+NO_BASELINE = (
+    "baseline=true, but there is none: it is taken by the start that wrote the rows, beside which it counts, and that start ended before it. "
+    "For a speed-up run the job again in a new folder"
+)
 _IMPORTED = time.perf_counter()
 _jobs = 0  # started by this process
 
@@ -95,10 +100,12 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         if run.wants_baseline():
             append_attempt(folder, {"attempt": attempt, "baseline": run.baseline()})
         stats = run.stats(folder, record)
-        write_stats(folder, stats)
-        write_report(folder)
-        print(terminal_table(stats))
-        print(f"written to {folder}")
+        if config.baseline and stats["baseline"] is None and not run.incomplete:
+            log.warning(NO_BASELINE)
+        remedy = f"finished rows are safe: free space and go on with {setting('resume', folder)}"
+        write_stats(folder, stats, remedy)
+        write_report(folder, remedy)
+        tell(f"{terminal_table(stats)}\nwritten to {folder}")
         return run.verdict(stats, folder)
 
 
@@ -264,7 +271,7 @@ class _Run:
                 "model": _model_info(config, self.loaded.target),
                 "draft": {**asdict(config.draft), "num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps, **adaptive},
                 "sampling": asdict(params_from_config(config.sampling))
-                | {name: getattr(config.sampling, name) for name in ("acceptance", "grammar")},
+                | {name: getattr(config.sampling, name) for name in ("logprobs", "from_model", "acceptance", "grammar")},
                 "chat": describe_chat(self.data, self.loaded.tokenizer),
                 **{name: timed.get(name) for name in ("throughput", "step", "baseline")},
                 "lossless": next((entry["lossless"] for entry in reversed(attempts) if entry.get("lossless")), None),
@@ -338,9 +345,8 @@ def merge(dirs: list[Path], out: Path) -> int:
 
     merged = merge_runs(dirs, out, score)
     write_report(out)
-    print(terminal_table(merged.stats))
-    print(f"{merged.rows} rows of {len(dirs)} runs joined in {out}")
+    tell(f"{terminal_table(merged.stats)}\n{merged.rows} rows of {len(dirs)} runs joined in {out}")
     if merged.missing_shards:
         log.warning("not the whole input: shard %s is missing", ", ".join(merged.missing_shards))
-        print(f"not the whole input: shard {', '.join(merged.missing_shards)} is missing")
+        tell(f"not the whole input: shard {', '.join(merged.missing_shards)} is missing")
     return 3 if merged.stats["errors"] else 0

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from specgen.console import write
 from specgen.errors import SpecgenError
 from specgen.pasting import setting
 
@@ -81,7 +82,7 @@ def _leave(line: str) -> None:
         if last_word is not None:
             code = last_word(line)
         else:
-            print(f"{chr(10) if sys.stderr.isatty() else ''}specgen: {line}", file=sys.stderr)  # on a terminal after the progress bar
+            write(sys.stderr, f"{chr(10) if sys.stderr.isatty() else ''}specgen: {line}\n")  # on a terminal after the progress bar
         sys.stdout.flush()
         sys.stderr.flush()
     except Exception:

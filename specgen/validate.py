@@ -16,7 +16,7 @@ from specgen import checkpoint_files
 from specgen.config import GROUPS, RANGES, Config, DataConfig, DraftConfig, max_draft_tokens, num_draft_tokens
 from specgen.data.files import check_head, input_files
 from specgen.data.sampling import params_from_config
-from specgen.data.sources import CSV_SUFFIXES, JSONL_SUFFIXES, check_dataset_folder, read_rows
+from specgen.data.sources import SUFFIXES_OF, check_dataset_folder, read_rows
 from specgen.draft.checkpoints import check_kind, check_steps
 from specgen.draft.mtp_layouts import check_modules
 from specgen.errors import CheckpointError, ConfigError, DataError, SpecgenError
@@ -215,6 +215,9 @@ def _check_data(config: Config, given: frozenset[str]) -> None:
         raise ConfigError("task.execute_code=true belongs to task=humaneval; leave it out")
     if config.task.path is not None and config.task.name == "none":
         raise ConfigError(f"task.path={config.task.path} is given, but task=none; choose one of {', '.join(GROUPS['task'][1][1:])}")
+    if config.task.path is not None and (data.path is not None or data.source != type(data)().source):
+        named = f"data={data.source}" if data.path is None else f"data.path={data.path}"
+        raise ConfigError(f"{named} and task.path={config.task.path} both name the input; leave one out")
 
 
 def _check_job(config: Config) -> None:
@@ -314,9 +317,8 @@ def _check_input_files(config: Config) -> None:
 
 def _check_data_path(data: DataConfig) -> None:
     """``data.path`` against its source: there, of a kind that it reads by name and first bytes, or of a hub id's form."""
-    suffixes = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}
-    if data.source in suffixes:
-        first = input_files(data.path, suffixes[data.source], data.source)[0]
+    if data.source in SUFFIXES_OF:
+        first = input_files(data.path, SUFFIXES_OF[data.source], data.source)[0]
         named = SUFFIXES.get(Path(re.sub(r"\.(gz|zst)$", "", first.name.lower())).suffix, data.source)
         if named != data.source:
             instead = f"data={named} {setting('data.path', data.path)}"

@@ -224,4 +224,4 @@ def test_runs_are_read_by_the_public_names(tmp_path: Path) -> None:
     assert len(rows) == stats["samples"] == 3 and sum(row["output_tokens"] for row in rows) == stats["output_tokens"]
     with pytest.raises(DataError):
         specgen.load_rows(tmp_path)
-    assert sorted(specgen.__all__) == ["Engine", "__version__", "generate", "load_rows", "load_stats"]
+    assert sorted(specgen.__all__) == ["Engine", "SpecgenError", "__version__", "generate", "load_rows", "load_stats"]

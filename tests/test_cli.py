@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import logging
 import os
@@ -193,6 +194,24 @@ def test_a_job_refused_while_loading_leaves_no_folder(capsys: pytest.CaptureFixt
     code, _ = run("output.dir=a/b/c", stub=Refusing())
     assert (code, capsys.readouterr().err) == (2, "specgen: the checkpoint does not fit\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_a_full_disk_stops_before_it_begins_leaves_no_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert cli.main(["output.dir=a/b/c"], runner=Stub()) == 2
+    assert capsys.readouterr().err == "specgen: output.dir=a/b/c cannot be written: No space left on device; choose another folder\n"
+    assert not Path("a").exists()
+
+
+def test_what_a_job_killed_at_its_start_left_is_removed_by_the_next() -> None:
+    left = Path("o/.hydra-0badcafe")
+    left.mkdir(parents=True)
+    (left / "config.yaml").touch()
+    assert cli.main(["output.dir=o"], runner=Stub()) == 0
+    assert not left.exists() and Path("o/.hydra/config.yaml").stat().st_size > 0
 
 
 def test_a_job_that_fails_after_its_first_row_keeps_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,6 +415,7 @@ def test_an_equals_sign_in_a_path_works_quoted_and_escaped(tmp_path: Path) -> No
         ("resume=nowhere", "resume=nowhere is not a run folder: it has no .hydra/config.yaml"),
         ("merge=a output.dir=b", "merge= needs at least two run folders and a new one: merge=DIR,DIR output.dir=DIR"),
         ("merge=a,b output.dir=c", "merge: a is not a folder"),
+        ("-m merge=a,b output.dir=c", "merge= joins the folders of finished jobs, and -m sweeps over jobs; leave out -m"),
         ("hydra/launcher=joblib", f"hydra/launcher cannot be set: {ONE_PROCESS}"),
         ("hydra.output_subdir=x", f"hydra.output_subdir cannot be set: {ONE_PROCESS}"),
         (f"output.dir={'x' * 300}", f"output.dir={'x' * 300} cannot be made: File name too long; choose another folder"),

@@ -210,7 +210,8 @@ def test_a_range_complains_exactly_outside(value: float, low: float, high: float
         ),
         ("sampling.min_tokens=300", "sampling.min_tokens is 300, above max_tokens 256"),
         ("sampling.top_p=0", "sampling.top_p must be in (0, 1], got 0.0"),
-        ("sampling.top_k=-1", "sampling.top_k must be 0 (off) or positive, got -1"),
+        ("sampling.top_k=-1", "sampling.top_k must be 0 (off) or from 1 to 2147483647, got -1"),
+        ("sampling.top_k=10000000000", "sampling.top_k must be 0 (off) or from 1 to 2147483647, got 10000000000"),
         (
             "sampling.allowed_token_ids=[1,2] sampling.banned_token_ids=[2,1,3]",
             "sampling.banned_token_ids holds every id of sampling.allowed_token_ids; no token is left",

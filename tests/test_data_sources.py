@@ -185,6 +185,21 @@ def test_a_folder_is_its_files_by_name_with_running_indices(tmp_path):
     assert [row.where.removeprefix(str(tmp_path)) for row in rows[2:4]] == ["/a.jsonl.gz line 3", "/b.jsonl line 1"]
 
 
+def test_files_in_the_sub_folders_of_a_folder_are_said_to_be_left_out(tmp_path, caplog):
+    for name in ("a.jsonl", "deep/b.jsonl", "deep/.c.jsonl", ".cache/d.jsonl", "deep/e.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    data = DataConfig(source="jsonl", path=str(tmp_path))
+    assert len(list(read_rows(data, 10))) == 1 and len(input_fingerprint(data)["files"]) == 1
+    left = f"{tmp_path}: files in its sub-folders, such as {tmp_path}/deep/b.jsonl, are not read; name a folder of theirs with data.path"
+    assert [record.getMessage() for record in caplog.records] == [left]
+    (tmp_path / "deep/b.jsonl").unlink()
+    input_fingerprint(data)
+    input_fingerprint(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")))
+    input_fingerprint(DataConfig())
+    assert len(caplog.records) == 1
+
+
 def test_parquet_gives_python_values_and_counts(tmp_path):
     path = tmp_path / "a.parquet"
     table = pa.table({"id": ["a", "b"], "prompt": pa.array(["w10", None]).dictionary_encode(), "n": pa.array([1, None], pa.int64())})

@@ -14,7 +14,7 @@ SOURCES = sorted([*(ROOT / "specgen").rglob("*.py"), *(ROOT / "kernels").glob("*
 
 # A module may import modules of its own group and of lower ones. The first are open to everybody.
 LEVELS = [
-    {"specgen", "specgen.types", "specgen.errors", "specgen.config", "specgen.hub", "specgen.pasting"},
+    {"specgen", "specgen.types", "specgen.errors", "specgen.config", "specgen.hub", "specgen.pasting", "specgen.console"},
     {"specgen.suggest", "specgen.schema", "specgen.reworded", "specgen.checkpoint_files", "specgen.grammar_text", "specgen.conf"}
     | {"specgen.readahead"},
     {"specgen.kernels"},

@@ -461,7 +461,7 @@ def test_every_row_key(load):
         ({"temperature": -1}, "temperature must be 0 (greedy) or at least 1e-05, got -1.0"),
         ({"top_p": 0}, "top_p must be in (0, 1], got 0.0"),
         ({"min_p": 1.5}, "min_p must be in [0, 1], got 1.5"),
-        ({"top_k": -1}, "top_k must be 0 (off) or positive, got -1"),
+        ({"top_k": -1}, "top_k must be 0 (off) or from 1 to 2147483647, got -1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0, got 0.0"),
         ({"temperature": 1e300}, "temperature must be at most 1e+30, got 1e+300"),
         ({"max_tokens": 10**400}, "max_tokens must be between 0 and 2147483647, got 1" + "0" * 56 + "..."),

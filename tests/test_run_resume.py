@@ -95,6 +95,76 @@ def test_resuming_a_finished_run_changes_no_row_and_keeps_its_figures() -> None:
     assert [entry["rows"] for entry in after["attempts"]] == [24, 0]
 
 
+@pytest.mark.parametrize("ended", [KeyboardInterrupt, OSError])
+def test_a_baseline_that_was_asked_for_and_is_missing_is_said_to_be(ended: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the baseline's time: all rows are there, and the start beside which it counts is over."""
+
+    def dies(self: Any) -> None:
+        raise ended
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "baseline", dies)
+        assert start("o", *toy(), *lines(rows()), "baseline=true") in (1, 130)
+    assert not Path("o/stats.json").exists() and run.NO_BASELINE not in log_of("o")
+    assert resume("o") == 0
+    assert stats_of("o")["baseline"] is None and len(rows_of("o")) == 24
+    assert log_of("o").count(run.NO_BASELINE) == 1
+
+
+def test_a_baseline_that_is_there_or_was_not_asked_for_is_not_missed() -> None:
+    assert start("with", *toy(), *lines(rows(4)), "baseline=true") == 0 and resume("with") == 0
+    assert start("without", *toy(), *lines(rows(4))) == 0 and resume("without") == 0
+    assert run.NO_BASELINE not in log_of("with") + log_of("without")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [(f".hydra/{name}.yaml", text) for name in ("config", "overrides", "hydra") for text in ("", "- a\n", "text\n", "a: b\n")]
+    + [("environment.json", text) for text in ("", "[]", "[1]", "7", "null", "{")],
+)
+def test_a_damaged_file_of_a_run_folder_is_one_line(name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start("o", *toy(), *lines(rows(2))) == 0
+    (Path("o") / name).write_text(content)
+    capsys.readouterr()
+    code, err = resume("o"), capsys.readouterr().err
+    harmless = (".hydra/overrides.yaml", ""), (".hydra/overrides.yaml", "- a\n"), (".hydra/hydra.yaml", ""), (".hydra/hydra.yaml", "a: b\n")
+    if (name, content) in harmless:
+        assert code == 0 and not err
+    else:
+        assert code == 2 and len(err.splitlines()) == 1 and err.startswith("specgen: "), err
+
+
+@pytest.mark.parametrize("name", ["stats.json", "environment.json"])
+@pytest.mark.parametrize("content", ["", "[1]", "null", '"text"', "{"])
+def test_a_damaged_file_of_a_shard_is_one_line_and_merges_nothing(name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for shard in range(2):
+        assert start(f"m{shard}", *toy(), *lines(rows(4)), f"data.shard={shard}/2") == 0
+    Path("m0", name).write_text(content)
+    capsys.readouterr()
+    assert cli.main(["merge=m0,m1", "output.dir=m"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and f"m0/{name}" in err and not Path("m").exists()
+
+
+@pytest.mark.parametrize("name", ["stats.json", "report.html"])
+def test_a_disk_that_is_full_at_the_end_says_that_the_rows_are_safe(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        assert start("o", *toy(), *lines(rows(4))) == 2
+    expected = f"specgen: o/{name}: the disk or quota is full; finished rows are safe: free space and go on with resume=o"
+    assert capsys.readouterr().err.splitlines() == [expected]
+    assert resume("o") == 0 and stats_of("o")["samples"] == 4 and Path("o/report.html").exists()
+
+
 def test_turns_rows_are_resumed_whole() -> None:
     data = lines([{"turns": ["w10", "w30", "w40"]}, {"turns": ["w30"]}, {"turns": ["w40", "w10"]}])
     assert start("o", *toy(), *data, "sampling.max_tokens=4") == 0

@@ -113,10 +113,32 @@ def test_humaneval_runs_the_tests_of_each_answer() -> None:
     assert (stats["score"]["metric"], stats["score"]["scored"]) == ("pass@1", 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "fields"),
+    [
+        (
+            "gsm8k",
+            {"question": "q"},
+            "answer or reference, with a number",
+        ),
+        (
+            "humaneval",
+            {"prompt": "def f():"},
+            "test and entry_point",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_judged_at_all_are_said_to_be(name: str, row: dict[str, Any], fields: str) -> None:
+    execute = ("task.execute_code=true",) if name == "humaneval" else ()
+    _, stats = task(name, [row, row], "o", *execute)
+    assert (stats["score"]["value"], stats["score"]["not_scored"]) == (None, 2)
+    assert f"task {name}: no row could be scored: none carries what its answer is judged by ({fields})" in log_of("o")
+
+
 def test_humaneval_without_leave_to_run_code_says_so_and_scores_nothing() -> None:
     _, stats = task("humaneval", [problem(0, "def two():\n", "def check(f):\n    assert f() == 2\n", "two")])
     assert (stats["score"]["value"], stats["score"]["scored"]) == (None, 0)
-    assert "answers are not scored unless task.execute_code=true" in log_of("o")
+    assert "answers are not scored unless task.execute_code=true" in log_of("o") and "judged by" not in log_of("o")
 
 
 # -- mt_bench, spec_bench ---------------------------------------------------------------------------------------------------------------------
@@ -167,6 +189,11 @@ def test_tasks_are_refused_where_they_cannot_be_scored_or_read(capsys: pytest.Ca
         (["task=gsm8k", f"task.path={path}", "output.meta=false"], "output.meta=false leaves nothing to score task=gsm8k with"),
         (["task=spec_bench"], "task=spec_bench has no published dataset to fetch; set task.path=FILE"),
         (["task=gsm8k", "task.path=nowhere.jsonl"], "task.path=nowhere.jsonl: no such file or folder"),
+        (
+            ["task=gsm8k", f"task.path={path}", "data=jsonl", "data.path=other.jsonl"],
+            f"data.path=other.jsonl and task.path={path} both name the input; leave one out",
+        ),
+        (["task=gsm8k", f"task.path={path}", "data=random"], f"data=random and task.path={path} both name the input; leave one out"),
     ):
         assert start("o", *overrides) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"specgen: {message}")

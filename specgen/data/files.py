@@ -56,6 +56,12 @@ def input_files(path: str | None, suffixes: tuple[str, ...], source: str) -> lis
     return [root]
 
 
+def below(path: str, suffixes: tuple[str, ...]) -> Path | None:
+    """A file that ``input_files`` leaves out of the folder ``path`` because it lies in a folder of it; None where there is none, or for a file."""
+    found = (p for p in Path(path).expanduser().glob("*/*") if p.name.endswith(suffixes) and p.name[0] not in "._" and p.parent.name[0] not in "._")
+    return next((p for p in found if p.is_file()), None)
+
+
 def _open(path: Path) -> IO[bytes]:
     try:
         return path.open("rb")

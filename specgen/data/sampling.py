@@ -93,7 +93,7 @@ def _in_unit(zero: bool) -> Callable[[Any], float]:
 def _top_k(value: Any) -> int:
     number = _integer(value)
     if not 0 <= number <= INT32_MAX:
-        raise ValueError(f"must be 0 (off) or positive, got {number}")
+        raise ValueError(f"must be 0 (off) or from 1 to {INT32_MAX}, got {number}")
     return number
 
 

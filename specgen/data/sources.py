@@ -27,6 +27,7 @@ log = logging.getLogger("specgen.data")
 EMBEDDED_PROMPTS = Path(__file__).resolve().parent.parent / "embedded" / "family" / "prompts.jsonl"
 JSONL_SUFFIXES = tuple(stem + end for stem in (".jsonl", ".ndjson", ".json") for end in ("", ".gz", ".zst"))
 CSV_SUFFIXES = tuple(stem + end for stem in (".csv", ".tsv") for end in ("", ".gz", ".zst"))
+SUFFIXES_OF = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}
 COUNT_LIMIT_BYTES = 256 << 20
 MAX_DEPTH = 100
 
@@ -53,9 +54,9 @@ def read_rows(data: DataConfig, vocab_size: int) -> Iterator[Row]:
     """
     readers: dict[str, Callable[[], Iterator[Row]]] = {
         "embedded": lambda: jsonl_rows([EMBEDDED_PROMPTS]),
-        "jsonl": lambda: jsonl_rows(files.input_files(data.path, JSONL_SUFFIXES, "jsonl")),
-        "csv": lambda: csv_rows(files.input_files(data.path, CSV_SUFFIXES, "csv")),
-        "parquet": lambda: parquet_rows(files.input_files(data.path, (".parquet",), "parquet")),
+        "jsonl": lambda: jsonl_rows(local_files(data)),
+        "csv": lambda: csv_rows(local_files(data)),
+        "parquet": lambda: parquet_rows(local_files(data)),
         "hub": lambda: hub_rows(data),
         "random": lambda: random_rows(data, vocab_size),
     }
@@ -290,7 +291,7 @@ def local_files(data: DataConfig) -> list[Path]:
     """The local files behind the input; empty for hub and random."""
     if data.source == "embedded":
         return [EMBEDDED_PROMPTS]
-    suffixes = {"jsonl": JSONL_SUFFIXES, "csv": CSV_SUFFIXES, "parquet": (".parquet",)}.get(data.source)
+    suffixes = SUFFIXES_OF.get(data.source)
     return files.input_files(data.path, suffixes, data.source) if suffixes else []
 
 
@@ -344,6 +345,8 @@ def input_fingerprint(data: DataConfig) -> dict[str, Any]:
     if data.source == "hub":
         return _hub_fingerprint(data)
     found = [files.fingerprint(path) for path in local_files(data)]
+    if below := data.path and files.below(data.path, SUFFIXES_OF[data.source]):
+        log.warning("%s: files in its sub-folders, such as %s, are not read; name a folder of theirs with data.path", data.path, below)
     return {"source": data.source, "files": found, "rereadable": all(entry["rereadable"] for entry in found)}
 
 

@@ -96,10 +96,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
+UNTOUCHED = "nothing was replaced; mend that and try again"
+
+
+def write_atomic(path: Path, data: str | bytes, remedy: str = UNTOUCHED) -> None:
     """Replace ``path`` in one step: a reader, or a restart after a crash, sees the old file or the new one, never a part.
 
-    Raises DataError when the disk refuses; the old file is then untouched.
+    Raises DataError, with ``remedy``, when the disk refuses; the old file is then untouched.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -111,22 +114,25 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise storage_error(path, error, "nothing was replaced") from error
+        raise storage_error(path, error, remedy) from error
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, remedy: str = UNTOUCHED) -> None:
     """Atomically write ``value`` as indented strict JSON; non-finite numbers become null."""
-    write_atomic(path, json.dumps(clean(value, Counter()), ensure_ascii=False, allow_nan=False, indent=2) + "\n")
+    write_atomic(path, json.dumps(clean(value, Counter()), ensure_ascii=False, allow_nan=False, indent=2) + "\n", remedy)
 
 
-def read_json(path: Path, remedy: str) -> Any:
-    """The value of a JSON file. Raises DataError, with ``remedy``, when it is missing or not JSON."""
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises DataError, with ``remedy``, when it is missing, not JSON or no object."""
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {remedy}") from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON ({error}); {remedy}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is damaged: it holds no JSON object; {remedy}")
+    return value
 
 
 def holder(folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.report import plots
-from specgen.report.disk import dumps, write_atomic
+from specgen.report.disk import UNTOUCHED, dumps, write_atomic
 from specgen.report.stats import load_rows, load_stats
 from specgen.report.table import MISSING, draft_name, interval, model_name, number, percent, score_text
 
@@ -62,12 +62,12 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int =
     )
 
 
-def write_report(folder: Path) -> Path:
+def write_report(folder: Path, remedy: str = UNTOUCHED) -> Path:
     """Write ``report.html`` from the files in ``folder`` and return its path. Raises DataError when ``stats.json`` is not there."""
     stats = load_stats(folder)
     sections = [_head(stats), _acceptance(stats), _groups(stats), _speed(stats), _attempts(stats), _samples(folder), _settings(stats)]
     path = folder / REPORT_NAME
-    write_atomic(path, page(f"specgen: {draft_name(stats)}", [part for section in sections for part in section]))
+    write_atomic(path, page(f"specgen: {draft_name(stats)}", [part for section in sections for part in section]), remedy)
     return path
 
 

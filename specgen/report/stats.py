@@ -20,7 +20,7 @@ from specgen.errors import DataError
 from specgen.pasting import setting
 from specgen.report import parquet
 from specgen.report.attempts import append_attempt, read_attempts
-from specgen.report.disk import read_json, write_json
+from specgen.report.disk import UNTOUCHED, read_json, write_json
 from specgen.report.resume import ROWS_NAME, STATS_NAME, parse_row, read_lines, rows_format, torn_tail
 
 __all__ = ["append_attempt", "build_stats", "compute_stats", "load_rows", "load_stats", "read_attempts", "write_stats"]
@@ -58,15 +58,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def load_stats(run_dir: str | Path) -> dict[str, Any]:
     """The ``stats.json`` of a run. Raises DataError when it is missing or was written by a newer schema."""
     path = Path(run_dir) / STATS_NAME
-    stats: dict[str, Any] = read_json(path, f"the run has not ended, or {run_dir} is not the folder of a run")
+    stats = read_json(path, f"the run has not ended, or {run_dir} is not the folder of a run")
     if stats.get("schema") != SCHEMA:
         raise DataError(f"{path} has schema {stats.get('schema')!r}, this version reads {SCHEMA}; read it with the version that wrote it")
     return stats
 
 
-def write_stats(folder: Path, stats: dict[str, Any]) -> None:
+def write_stats(folder: Path, stats: dict[str, Any], remedy: str = UNTOUCHED) -> None:
     """Atomically write ``stats.json``."""
-    write_json(folder / STATS_NAME, stats)
+    write_json(folder / STATS_NAME, stats, remedy)
 
 
 def counts_fault(counts: dict[str, Any], output_tokens: int) -> str | None:

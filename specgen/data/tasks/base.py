@@ -35,9 +35,15 @@ class Task:
     metric: str | None = None
     stop: tuple[str, ...] = ()
     hub: Mapping[str, Any] = MappingProxyType({})
+    judged_by = ""  # the fields of a row that ``score`` reads
 
     def __init__(self, config: TaskConfig):
         self.config = config
+
+    @property
+    def scoring(self) -> bool:
+        """Whether answers are judged at all."""
+        return self.metric is not None
 
     def prepare(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A published row in specgen's field names. Everything else of the row stays and becomes meta. Raises ValueError for a foreign layout."""
@@ -56,7 +62,7 @@ class Task:
         return None
 
     def data_config(self, data: DataConfig) -> DataConfig:
-        """Where the task's rows come from: ``task.path``, else the input the user named, else the published dataset."""
+        """Where the task's rows come from: ``task.path``, or the input the user named, else the published dataset."""
         if self.config.path:
             source = _source_of(self.config.path)
             return replace(data, source=source, path=self.config.path)
@@ -115,6 +121,8 @@ def score_run(rows: Iterable[Mapping[str, Any]], task: Task, *, group_by: str = 
     result["groups"] = {name: groups[name].summary() for name in sorted(groups)}
     if task.metric is not None and tally.failures:
         log.warning("task %s: %d rows could not be scored; see score.failures", task.name, tally.failures)
+    if task.scoring and not tally.scored and tally.rows > tally.errors + tally.failures:
+        log.warning("task %s: no row could be scored: none carries what its answer is judged by (%s)", task.name, task.judged_by)
     return result
 
 

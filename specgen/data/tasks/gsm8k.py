@@ -64,6 +64,7 @@ class Gsm8k(Task):
     metric = "accuracy"
     stop = ("\nQuestion:",)
     hub = MappingProxyType({"path": "openai/gsm8k", "name": "main", "split": "test"})
+    judged_by = "answer or reference, with a number"
 
     def prepare(self, fields: dict[str, Any]) -> dict[str, Any]:
         """``question`` becomes the raw prompt ``Question: ... Answer:``; rows that already have a prompt or turns are left as they are."""

@@ -85,6 +85,12 @@ class HumanEval(Task):
     metric = "pass@1"
     stop = ("\nclass ", "\ndef ", "\n#", "\nif __name__", "\nprint(", "\n@", "\n```")
     hub = MappingProxyType({"path": "openai/openai_humaneval", "split": "test"})
+    judged_by = "test and entry_point"
+
+    @property
+    def scoring(self) -> bool:
+        """Only where answers may be run."""
+        return self.config.execute_code
 
     def prepare(self, fields: dict[str, Any]) -> dict[str, Any]:
         """The prompt is kept a second time as ``stub``: under a chat template the model sees more than the code to be completed."""
