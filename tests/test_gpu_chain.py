@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
 INDEXING = re.compile(r"topk|sort|gather|scatter|index_?put|index_?select|index_?copy|embedding", re.IGNORECASE)
 STEPS = 4
-PARTS = ("propose", "decode")  # of the drafter, and of the engine: the whole step
+PARTS = ("propose", "decode")  # of the drafter, and of the device step: all of it
 # A traced part runs at least as many kernels: a forward of a drafter's layer takes about ten.
 LEAST = {"propose": 12, "decode": 60}
 
@@ -60,7 +60,7 @@ def traced_step(target: str, method: str, topk: int, temperature: float, part: s
     for _ in range(5):  # the prefill, and steps in which kernels are compiled and chosen
         engine.step()
     kernels_of(lambda: torch.zeros(8, device=DEVICE) + 1)  # a profiler's own start is not the step's
-    owner: Any = engine.drafter if part == "propose" else engine
+    owner: Any = engine.drafter if part == "propose" else engine.device_step
     inner, names = getattr(owner, part), []
 
     def traced(*args: Any, **kwargs: Any) -> Any:
