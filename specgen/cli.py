@@ -7,13 +7,14 @@ Boundary: everything is composed and checked here before ``hydra.main`` is enter
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from specgen import __version__, folders, resuming, stuck
 from specgen.compose import composer, enter_hydra, folder_asked_for, options, reworded, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
-from specgen.console import say, write
+from specgen.console import answer, say, write
 from specgen.errors import ConfigError, SpecgenError
 from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line
 from specgen.overrides import Override, parse, plain_value, refuse_sweep
@@ -51,9 +52,6 @@ def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> 
             return TERMINATED
         except KeyboardInterrupt:
             return INTERRUPTED
-        except BrokenPipeError:  # the reader of our output (head, less) has gone
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         except Exception:
             return defect()
 
@@ -97,13 +95,16 @@ def _dispatch(argv: list[str], runner: Runner) -> int:
     if args.help:
         from specgen.usage import help_text
 
-        write(sys.stdout, help_text())
+        answer(help_text())
         return 0
     if args.version:
-        write(sys.stdout, f"specgen {__version__}\n")
+        answer(f"specgen {__version__}\n")
         return 0
     if args.hydra_help or args.shell_completion or args.info or args.cfg in ("hydra", "all"):
-        return enter_hydra(argv, lambda cfg: None)
+        with redirect_stdout(io.StringIO()) as shown:
+            code = enter_hydra(argv, lambda cfg: None)
+        answer(shown.getvalue())
+        return code
     if any(text.startswith("merge=") for text in args.overrides):
         if args.multirun:
             raise ConfigError("merge= joins the folders of finished jobs, and -m sweeps over jobs; leave out -m")
@@ -170,7 +171,7 @@ class Plan:
             if not isinstance(part, dict) or name not in part:
                 raise ConfigError(f"--package {package}: no such part of the configuration")
             part = part[name]
-        write(sys.stdout, folders.dump_yaml(part))
+        answer(folders.dump_yaml(part))
         return 0
 
     def run(self, runner: Runner) -> int:
@@ -201,8 +202,8 @@ class Plan:
             for outcome in outcomes:
                 if outcome.exit_code is None:
                     outcome.error = "not run"
-            runner.write_sweep(folder, [outcome.row(folder) for outcome in outcomes])
             _list_failures(outcomes)
+            runner.write_sweep(folder, [outcome.row(folder) for outcome in outcomes])
             codes = {1 if outcome.exit_code is None else outcome.exit_code for outcome in outcomes}
             return next((code for code in (1, 2, 3) if code in codes), 0)
 

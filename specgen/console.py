@@ -1,6 +1,6 @@
 """What is said on stdout and stderr. Nothing that the other end refuses may cost a job: its files and its exit code are what counts.
 
-Boundary: streams and text only. A closed stream, a reader that has gone, a full device and characters that an encoding lacks are met here.
+Boundary: streams, text and the log's file. A closed stream, a reader that has gone, a full device and characters that an encoding lacks are met here.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ import logging
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import IO, Any, TextIO
+
+from specgen.errors import DataError
 
 
-def write(stream: TextIO | None, text: str) -> None:
+def write(stream: TextIO | None, text: str) -> OSError | None:
     """Write ``text`` and flush. Characters that the stream cannot encode become backslash escapes.
 
     A stream that takes no more (its reader has gone, its disk is full) is closed to everything that follows: its descriptor is led to the null
-    device, so that nobody fails on it later, at the interpreter's end neither. A full disk is named on stderr, once; a reader that has gone, as
-    ``head`` does when it has enough, is nothing to tell.
+    device, so that nobody fails on it later, at the interpreter's end neither. Returned is what is worth telling of it: a full disk, once, and not a
+    reader that has gone, as ``head`` goes when it has enough.
     """
     if stream is None:  # the process was started with it closed
-        return
+        return None
     try:
         try:
             stream.write(text)
@@ -30,11 +32,11 @@ def write(stream: TextIO | None, text: str) -> None:
         stream.flush()
     except (OSError, ValueError) as error:  # ValueError: the stream object was closed
         _give_up(stream)
-        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError) and stream is sys.stdout:
-            write(sys.stderr, f"specgen: stdout cannot be written ({error.strerror}); the job goes on, and its files and log hold all of it\n")
+        return error if isinstance(error, OSError) and not isinstance(error, BrokenPipeError) else None
+    return None
 
 
-def _give_up(stream: TextIO) -> None:
+def _give_up(stream: IO[Any]) -> None:
     with suppress(OSError, ValueError):  # no descriptor: a stream that lives in memory
         descriptor = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
@@ -43,8 +45,19 @@ def _give_up(stream: TextIO) -> None:
 
 
 def tell(text: str) -> None:
-    """One text and a line end on stdout."""
-    write(sys.stdout, f"{text}\n")
+    """One text and a line end on stdout, which the files of a run hold too."""
+    _warn(write(sys.stdout, f"{text}\n"))
+
+
+def answer(text: str) -> None:
+    """A text on stdout that is all there is. Raises DataError where a full disk takes it."""
+    if (error := write(sys.stdout, text)) is not None:
+        raise DataError(f"stdout cannot be written: {error.strerror}; make room there, or send it elsewhere") from error
+
+
+def _warn(error: OSError | None) -> None:
+    if error is not None:
+        say(f"stdout cannot be written ({error.strerror}); what goes to files is not concerned")
 
 
 def say(line: str) -> None:
@@ -62,4 +75,33 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See ``write``."""
-        write(self.stream, f"{self.format(record)}\n")
+        error = write(self.stream, f"{self.format(record)}\n")
+        if self.stream is sys.stdout:
+            _warn(error)
+
+
+class FileHandler(logging.FileHandler):
+    """Log records in a file; where its disk is full, that is said once and the job goes on without them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See above."""
+        try:
+            if self.stream is not None:
+                self.stream.write(f"{self.format(record)}{self.terminator}")
+                self.stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file. What a full disk does not take is lost."""
+        try:
+            super().close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        stream, self.stream = self.stream, None  # type: ignore[assignment]
+        if stream is not None:
+            _give_up(stream)
+            stream.close()
+            say(f"{self.baseFilename} cannot be written ({error.strerror}); the job goes on without it")

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from specgen.console import ConsoleHandler
+from specgen.console import ConsoleHandler, FileHandler
 from specgen.errors import ConfigError, DataError
 from specgen.pasting import setting
 from specgen.report.disk import holder, sync_folder
@@ -152,7 +152,7 @@ def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequen
     Raises ConfigError when another job has the folder.
     """
     texts = {"config.yaml": dump_yaml(dict(config)), "overrides.yaml": dump_yaml(list(overrides)), "hydra.yaml": hydra}
-    temporary = folder / f".hydra-{secrets.token_hex(4)}"
+    temporary, ours = folder / f".hydra-{secrets.token_hex(4)}", False
     try:
         temporary.mkdir(parents=True)
         for name, text in texts.items():
@@ -161,14 +161,23 @@ def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequen
                 file.flush()
                 os.fsync(file.fileno())
         temporary.rename(folder / ".hydra")
+        ours = True
         sync_folder(folder)
-        for left in folder.glob(".hydra-????????"):  # of a job killed at this point, or of one that comes too late
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_left(folder, texts)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY) or (folder / ".hydra").exists():
+        shutil.rmtree(folder / ".hydra" if ours else temporary, ignore_errors=True)
+        if not ours and (error.errno in (errno.EEXIST, errno.ENOTEMPTY) or (folder / ".hydra").exists()):
             raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
         raise ConfigError(f"output.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
+
+
+def _remove_left(folder: Path, names: Container[str]) -> None:
+    """Remove what a job killed in ``write_hydra_files`` left, or one that comes too late: folders of that name with nothing but those files."""
+    for left in folder.glob(".hydra-*"):
+        if not re.fullmatch(r"\.hydra-[0-9a-f]{8}", left.name) or not left.is_dir() or left.is_symlink():
+            continue
+        if all(path.name in names and path.is_file() for path in left.iterdir()):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def read_hydra_files(folder: Path) -> tuple[dict[str, Any], list[str], Path | None]:
@@ -208,7 +217,7 @@ def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.L
         console.addFilter(lambda record: not getattr(record, "file_only", False))
     if folder is not None:
         try:
-            file = logging.FileHandler(folder / "specgen.log", encoding="utf-8")
+            file = FileHandler(folder / "specgen.log", encoding="utf-8")
         except OSError as error:
             raise DataError(f"{folder / 'specgen.log'} cannot be written: {error.strerror}; free the folder or choose another") from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,10 +49,10 @@ from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
 from specgen.report import stats as report_stats
 from specgen.report.attempts import append_attempt, read_attempts, step_figures, throughput_figures
-from specgen.report.disk import FolderLock, write_json
+from specgen.report.disk import FolderLock, understood, write_json
 from specgen.report.environment import ENVIRONMENT_NAME
 from specgen.report.html import write_report
-from specgen.report.merge import merge_runs
+from specgen.report.merge import MERGE_AGAIN, merge_runs
 from specgen.report.stats import build_stats, load_rows, write_stats
 from specgen.report.table import progress_line, terminal_table
 from specgen.report.writer import RunWriter
@@ -60,7 +61,7 @@ from specgen.types import Prompt
 
 log = logging.getLogger("specgen")
 NO_BASELINE = (
-    "baseline=true, but there is none: it is taken by the start that wrote the rows, beside which it counts, and that start ended before it. "
+    "baseline=true, but there is none: it is taken after the rows, by the start that wrote them, and that start was ended before it was whole. "
     "For a speed-up run the job again in a new folder"
 )
 _IMPORTED = time.perf_counter()
@@ -78,11 +79,14 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     device = resolve_device(config.model.device)
     with FolderLock(folder) as lock, Signals() as signals, on_device(device):
         earlier = earlier_record(folder) if resume else None
-        data = pinned(config.data if task is None else task.data_config(config.data), earlier)
+        data = config.data if task is None else task.data_config(config.data)
+        with understood(folder / ENVIRONMENT_NAME, "bring it back, or start a new run"):
+            data = pinned(data, earlier)
         choose_threads(device)
         record = run_record(config, data, device)
         if earlier is not None:
-            refuse_changes(earlier, record, folder)
+            with understood(folder / ENVIRONMENT_NAME, "bring it back, or start a new run"):
+                refuse_changes(earlier, record, folder)
         data = pinned(data, record)
         with _writer(config, folder, lock, resume) as writer:
             attempt = append_attempt(folder, {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "overrides": overrides or []})
@@ -100,7 +104,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         if run.wants_baseline():
             append_attempt(folder, {"attempt": attempt, "baseline": run.baseline()})
         stats = run.stats(folder, record)
-        if config.baseline and stats["baseline"] is None and not run.incomplete:
+        if config.baseline and stats["throughput"] is not None and stats["baseline"] is None and not run.incomplete:
             log.warning(NO_BASELINE)
         remedy = f"finished rows are safe: free space and go on with {setting('resume', folder)}"
         write_stats(folder, stats, remedy)
@@ -340,11 +344,12 @@ def _model_info(config: Config, target: Target) -> dict[str, Any]:
 def merge(dirs: list[Path], out: Path) -> int:
     """Join the runs of shards into one folder, with its own statistics, score and report; returns the exit code."""
 
-    def score(config: dict[str, Any]) -> dict[str, Any]:
-        return scores(out, load_task(build(config).task))
+    def scorer(config: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+        task = load_task(build(config).task)
+        return lambda: scores(out, task)
 
-    merged = merge_runs(dirs, out, score)
-    write_report(out)
+    merged = merge_runs(dirs, out, scorer)
+    write_report(out, MERGE_AGAIN)
     tell(f"{terminal_table(merged.stats)}\n{merged.rows} rows of {len(dirs)} runs joined in {out}")
     if merged.missing_shards:
         log.warning("not the whole input: shard %s is missing", ", ".join(merged.missing_shards))

@@ -215,7 +215,7 @@ def _check_data(config: Config, given: frozenset[str]) -> None:
         raise ConfigError("task.execute_code=true belongs to task=humaneval; leave it out")
     if config.task.path is not None and config.task.name == "none":
         raise ConfigError(f"task.path={config.task.path} is given, but task=none; choose one of {', '.join(GROUPS['task'][1][1:])}")
-    if config.task.path is not None and (data.path is not None or data.source != type(data)().source):
+    if config.task.path is not None and (data.path is not None or data.source != type(data)().source or "data" in given):
         named = f"data={data.source}" if data.path is None else f"data.path={data.path}"
         raise ConfigError(f"{named} and task.path={config.task.path} both name the input; leave one out")
 

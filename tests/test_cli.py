@@ -214,6 +214,26 @@ def test_what_a_job_killed_at_its_start_left_is_removed_by_the_next() -> None:
     assert not left.exists() and Path("o/.hydra/config.yaml").stat().st_size > 0
 
 
+@pytest.mark.parametrize("name", [".hydra-original", ".hydra-20261130", ".hydra-0badcaf", ".hydra-0BADCAFE"])
+def test_a_folder_of_the_users_is_left_whatever_its_name(name: str) -> None:
+    theirs = Path("o", name)
+    theirs.mkdir(parents=True)
+    (theirs / "notes.txt").write_text("mine")
+    assert cli.main(["output.dir=o"], runner=Stub()) == 0
+    assert (theirs / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_made_durable_is_named_and_left_free(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(folder: Path) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "sync_folder", refuses)
+        assert cli.main(["output.dir=a/b"], runner=Stub()) == 2
+    assert capsys.readouterr().err == "specgen: output.dir=a/b cannot be written: Invalid argument; choose another folder\n"
+    assert not Path("a").exists() and cli.main(["output.dir=a/b"], runner=Stub()) == 0
+
+
 def test_a_job_that_fails_after_its_first_row_keeps_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     def act(config: Config, folder: Path) -> int:
         raise CheckpointError("late")

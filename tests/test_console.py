@@ -24,10 +24,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_reader() -> IO[str]:
-    """The stream of `... | head` once head has gone."""
+    """The stream of `... | head` once head has gone; by line, as stderr is."""
     reading, writing = os.pipe()
     os.close(reading)
-    return os.fdopen(writing, "w", encoding="utf-8")
+    return os.fdopen(writing, "w", buffering=1, encoding="utf-8")
 
 
 def full() -> IO[str]:
@@ -58,7 +58,7 @@ def streams(**instead: IO[str] | None) -> Iterator[None]:
 
 STREAMS: list[tuple[Callable[[], IO[str] | None], list[str]]] = [
     (without_reader, []),
-    (full, ["specgen: stdout cannot be written (No space left on device); the job goes on, and its files and log hold all of it"]),
+    (full, ["specgen: stdout cannot be written (No space left on device); what goes to files is not concerned"]),
     (closed, []),
     (lambda: None, []),
 ]
@@ -73,6 +73,47 @@ def test_a_stdout_that_takes_nothing_changes_neither_files_nor_exit_code(opened:
     assert code == 0 and len(rows_of("o")) == 3 and stats_of("o")["complete"] and Path("o/report.html").exists()
     assert err.getvalue().splitlines() == said
     assert "Logging error" not in log_of("o") and "a defect" not in log_of("o")
+
+
+ANSWERS = ["--help", "--version", "--cfg job", "--cfg hydra", "--hydra-help", "--info", "-sc install=bash"]
+
+
+@pytest.mark.parametrize("argv", ANSWERS)
+def test_an_answer_that_a_full_disk_takes_is_no_success_and_no_defect(argv: str) -> None:
+    err = io.StringIO()
+    with streams(stderr=None), streams(stdout=full()):
+        sys.stderr = err
+        assert cli.main(argv.split()) == 2
+    assert err.getvalue() == "specgen: stdout cannot be written: No space left on device; make room there, or send it elsewhere\n"
+
+
+@pytest.mark.parametrize("argv", ANSWERS)
+def test_an_answer_whose_reader_has_seen_enough_is_a_success(argv: str) -> None:
+    err = io.StringIO()
+    with streams(stderr=None), streams(stdout=without_reader()):
+        sys.stderr = err
+        assert cli.main(argv.split()) == 0
+    assert err.getvalue() == ""
+
+
+def test_a_merge_does_not_fail_for_want_of_a_reader() -> None:
+    for shard in range(2):
+        assert start(f"m{shard}", *SMALL, f"data.shard={shard}/2") == 0
+    with streams(stdout=without_reader()):
+        assert cli.main(["merge=m0,m1", "output.dir=m"]) == 0
+    assert len(rows_of("m")) == 3
+
+
+def test_a_log_whose_disk_is_full_costs_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("o").mkdir()
+    Path("o/specgen.log").symlink_to("/dev/full")
+    err = io.StringIO()
+    with streams(stderr=None):
+        sys.stderr = err
+        assert start("o", *SMALL) == 0
+    assert len(rows_of("o")) == 3
+    said = err.getvalue().splitlines()
+    assert len(said) == 1 and said[0].endswith("o/specgen.log cannot be written (No space left on device); the job goes on without it")
 
 
 def test_the_jobs_of_a_sweep_do_not_fail_for_want_of_a_reader() -> None:

@@ -186,8 +186,8 @@ def test_a_folder_is_its_files_by_name_with_running_indices(tmp_path):
 
 
 def test_files_in_the_sub_folders_of_a_folder_are_said_to_be_left_out(tmp_path, caplog):
-    for name in ("a.jsonl", "deep/b.jsonl", "deep/.c.jsonl", ".cache/d.jsonl", "deep/e.csv"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("a.jsonl", "deep/b.jsonl", "deep/.c.jsonl", ".cache/d.jsonl", "deep/e.csv", "x/y/z.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "x"}\n')
     data = DataConfig(source="jsonl", path=str(tmp_path))
     assert len(list(read_rows(data, 10))) == 1 and len(input_fingerprint(data)["files"]) == 1
@@ -195,9 +195,12 @@ def test_files_in_the_sub_folders_of_a_folder_are_said_to_be_left_out(tmp_path, 
     assert [record.getMessage() for record in caplog.records] == [left]
     (tmp_path / "deep/b.jsonl").unlink()
     input_fingerprint(data)
+    assert "x/y/z.jsonl" in caplog.records[1].getMessage()
+    (tmp_path / "x/y/z.jsonl").unlink()
+    input_fingerprint(data)
     input_fingerprint(DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl")))
     input_fingerprint(DataConfig())
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 2
 
 
 def test_parquet_gives_python_values_and_counts(tmp_path):

@@ -111,6 +111,50 @@ def test_a_baseline_that_was_asked_for_and_is_missing_is_said_to_be(ended: type[
     assert log_of("o").count(run.NO_BASELINE) == 1
 
 
+@pytest.mark.parametrize("line", [{"overrides": 3}, {"overrides": [1]}, {"throughput": 3}, {"step": "text"}, {"baseline": [1]}])
+def test_a_damaged_line_about_a_start_counts_as_a_torn_one(line: dict[str, Any]) -> None:
+    assert start("o", *toy(), *lines(rows(2))) == 0
+    kept, path = rows_of("o"), Path("o/attempts.jsonl")
+    path.write_text(path.read_text() + json.dumps({"attempt": 1, **line}) + "\n")
+    assert resume("o") == 0 and rows_of("o") == kept and [entry["attempt"] for entry in stats_of("o")["attempts"]] == [1, 2]
+
+
+def test_a_configuration_that_no_job_can_have_merges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for shard in range(2):
+        assert start(f"m{shard}", *toy(), *lines(rows(4)), f"data.shard={shard}/2") == 0
+        path = Path(f"m{shard}/environment.json")
+        record = json.loads(path.read_text())
+        record["config"]["engine"] = 3
+        path.write_text(json.dumps(record))
+    capsys.readouterr()
+    assert cli.main(["merge=m0,m1", "output.dir=m"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1 and not Path("m").exists()
+
+
+def test_a_merge_that_a_full_disk_stops_says_to_merge_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for shard in range(2):
+        assert start(f"m{shard}", *toy(), *lines(rows(4)), f"data.shard={shard}/2") == 0
+    replace = os.replace
+
+    for name in ("environment.json", "stats.json", "report.html"):
+
+        def full(source: Any, target: Any, name: str = name) -> None:
+            if Path(target).name == name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            replace(source, target)
+
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            assert cli.main(["merge=m0,m1", f"output.dir=m-{name}"]) == 2
+        assert "the disk or quota is full; the merge is incomplete: remove the folder and merge again" in capsys.readouterr().err
+
+
+def test_an_empty_shard_misses_no_baseline() -> None:
+    assert start("o", *toy(), *lines(rows(1)), "baseline=true", "data.shard=1/2") == 0
+    assert stats_of("o")["samples"] == 0 and run.NO_BASELINE not in log_of("o")
+
+
 def test_a_baseline_that_is_there_or_was_not_asked_for_is_not_missed() -> None:
     assert start("with", *toy(), *lines(rows(4)), "baseline=true") == 0 and resume("with") == 0
     assert start("without", *toy(), *lines(rows(4))) == 0 and resume("without") == 0
@@ -120,7 +164,8 @@ def test_a_baseline_that_is_there_or_was_not_asked_for_is_not_missed() -> None:
 @pytest.mark.parametrize(
     ("name", "content"),
     [(f".hydra/{name}.yaml", text) for name in ("config", "overrides", "hydra") for text in ("", "- a\n", "text\n", "a: b\n")]
-    + [("environment.json", text) for text in ("", "[]", "[1]", "7", "null", "{")],
+    + [("environment.json", text) for text in ("", "[]", "[1]", "7", "null", "{")]
+    + [("environment.json", text) for text in ('{"config":3}', '{"models":{"target":3}}', '{"input":"x"}', '{"input":{"files":3}}', '{"input":3}')],
 )
 def test_a_damaged_file_of_a_run_folder_is_one_line(name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert start("o", *toy(), *lines(rows(2))) == 0
@@ -135,7 +180,7 @@ def test_a_damaged_file_of_a_run_folder_is_one_line(name: str, content: str, cap
 
 
 @pytest.mark.parametrize("name", ["stats.json", "environment.json"])
-@pytest.mark.parametrize("content", ["", "[1]", "null", '"text"', "{"])
+@pytest.mark.parametrize("content", ["", "[1]", "null", '"text"', "{", "{}", '{"config":3,"schema":1}', '{"schema":1,"draft":{"topk":"text"}}'])
 def test_a_damaged_file_of_a_shard_is_one_line_and_merges_nothing(name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     for shard in range(2):
         assert start(f"m{shard}", *toy(), *lines(rows(4)), f"data.shard={shard}/2") == 0
@@ -143,7 +188,7 @@ def test_a_damaged_file_of_a_shard_is_one_line_and_merges_nothing(name: str, con
     capsys.readouterr()
     assert cli.main(["merge=m0,m1", "output.dir=m"]) == 2
     err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and f"m0/{name}" in err and not Path("m").exists()
+    assert len(err.splitlines()) == 1 and "m0" in err and name in err and not Path("m").exists()
 
 
 @pytest.mark.parametrize("name", ["stats.json", "report.html"])

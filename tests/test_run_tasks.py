@@ -193,6 +193,7 @@ def test_tasks_are_refused_where_they_cannot_be_scored_or_read(capsys: pytest.Ca
             ["task=gsm8k", f"task.path={path}", "data=jsonl", "data.path=other.jsonl"],
             f"data.path=other.jsonl and task.path={path} both name the input; leave one out",
         ),
+        (["task=gsm8k", f"task.path={path}", "data=embedded"], f"data=embedded and task.path={path} both name the input; leave one out"),
         (["task=gsm8k", f"task.path={path}", "data=random"], f"data=random and task.path={path} both name the input; leave one out"),
     ):
         assert start("o", *overrides) == 2

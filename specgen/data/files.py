@@ -57,9 +57,14 @@ def input_files(path: str | None, suffixes: tuple[str, ...], source: str) -> lis
 
 
 def below(path: str, suffixes: tuple[str, ...]) -> Path | None:
-    """A file that ``input_files`` leaves out of the folder ``path`` because it lies in a folder of it; None where there is none, or for a file."""
-    found = (p for p in Path(path).expanduser().glob("*/*") if p.name.endswith(suffixes) and p.name[0] not in "._" and p.parent.name[0] not in "._")
-    return next((p for p in found if p.is_file()), None)
+    """A file that ``input_files`` leaves out of the folder ``path`` because it lies deeper; None where there is none, or for a file."""
+    root = Path(path).expanduser()
+    for place, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name[0] not in "._")
+        found = [name for name in sorted(names) if name.endswith(suffixes) and name[0] not in "._"]
+        if found and Path(place) != root:
+            return Path(place, found[0])
+    return None
 
 
 def _open(path: Path) -> IO[bytes]:

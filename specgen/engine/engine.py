@@ -67,11 +67,11 @@ class Engine:
         working: Working | None = None,
     ) -> None:
         """``working``: what the engine takes of the device beside the KV pool (``engine.rehearsal``), where that is known."""
-        self.target, self.drafter, self.config, self.draft = target, drafter, engine, draft
+        self.target, self.drafter, self.config = target, drafter, engine
         self.device = target.device
         self.overlap = overlap_of(engine, self.device, grammar is not None)
         assert grammar is None or self.overlap == 0, "the masks of a step follow from the tokens of the step before"
-        self.num_steps, self.topk = drafter.num_steps, drafter.topk
+        self.num_steps = drafter.num_steps
         self.vocab_limit = min(vocab_limit or target.vocab_size, target.vocab_size)
         self.max_length = target.max_length
         self._features_in_key, self._feature_key = frozenset[str](), tuple[str, ...]()  # of the graphs' keys, sorted when they change

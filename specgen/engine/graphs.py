@@ -1,6 +1,6 @@
 """CUDA graphs of a whole decode step: capture once per shape, replay from then on.
 
-Boundary: captures a callable and replays it; what the step computes is ``engine.py``. A graph is keyed by (bucket, num_steps, features, context
+Boundary: captures a callable and replays it; what the step computes is ``step.py``. A graph is keyed by (bucket, num_steps, features, context
 bucket), with the part of the step where a grammar divides it, and captured when a job first needs it, after one eager run of the same shape over
 scratch rows, which compiles kernels and touches no request.
 """

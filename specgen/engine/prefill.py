@@ -1,6 +1,6 @@
 """Staging of packed prompt chunks: what the host fills and sends for one prefill.
 
-Boundary: buffers and their layout; which chunks go along is the scheduler's choice, what is computed on them is ``engine.py``.
+Boundary: buffers and their layout; which chunks go along is the scheduler's choice, what is computed on them is ``step.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Row state on the device: one entry a slot, written by the host when a request is admitted and by the step from then on.
 
-Boundary: storage and its admission; what the values mean for a step is in ``engine.py``. Slot 0 is scratch and always dead.
+Boundary: storage and its admission; what the values mean for a step is in ``step.py``. Slot 0 is scratch and always dead.
 """
 
 from __future__ import annotations

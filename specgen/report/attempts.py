@@ -45,11 +45,27 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     """One dict a start, in order, everything appended for it merged. Empty when there is no file; torn lines are skipped."""
     path = folder / ATTEMPTS_NAME
     merged: dict[int, dict[str, Any]] = {}
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else ()
+    except OSError as error:
+        raise storage_error(path, error, "move it away: finished rows are safe without it") from error
+    for line in lines:
         entry = parse_row(line)
-        if entry is not None and isinstance(entry.get("attempt"), int):
+        if entry is not None and _whole(entry):
             merged.setdefault(entry["attempt"], {}).update(entry)
     return [merged[number] for number in sorted(merged)]
+
+
+def _whole(entry: dict[str, Any]) -> bool:
+    """Whether an entry is of the form that ``append_attempt`` is given; a damaged line counts as a torn one."""
+    overrides = entry.get("overrides", [])
+    sections = (entry.get(name) for name in ("throughput", "step", "baseline", "lossless"))
+    return (
+        isinstance(entry.get("attempt"), int)
+        and isinstance(overrides, list)
+        and all(isinstance(text, str) for text in overrides)
+        and all(section is None or isinstance(section, dict) for section in sections)
+    )
 
 
 def throughput_figures(

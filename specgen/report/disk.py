@@ -15,6 +15,8 @@ import math
 import os
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -128,11 +130,22 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; {remedy}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not valid JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise DataError(f"{path} is damaged: it holds no JSON object; {remedy}")
     return value
+
+
+@contextmanager
+def understood(path: Path, remedy: str) -> Iterator[None]:
+    """While the content of a file that specgen wrote is made sense of: what it lacks, or has in another form, is its damage. Raises DataError."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise DataError(f"{path} is damaged: it does not hold what was written there ({type(error).__name__}: {error}); {remedy}") from error
 
 
 def holder(folder: Path) -> str | None:
@@ -169,7 +182,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = self._acquire()
         except OSError as error:
-            raise storage_error(folder, error, "choose another output.dir") from error
+            raise storage_error(folder, error, "make room there, or choose another folder") from error
 
     def _acquire(self) -> int:
         while True:

@@ -14,10 +14,11 @@ from typing import Any
 from specgen.errors import ConfigError, DataError
 from specgen.pasting import setting
 from specgen.report import parquet
-from specgen.report.disk import FolderLock, read_json, storage_error, write_json
+from specgen.report.disk import FolderLock, read_json, storage_error, understood, write_json
 from specgen.report.environment import ENVIRONMENT_NAME, differences
 from specgen.report.resume import ROWS_NAME, Key, holds_results, read_lines, rows_format
-from specgen.report.stats import build_stats, load_rows, load_stats, write_stats
+from specgen.report.stats import STATS_NAME, build_stats, load_rows, load_stats, write_stats
+from specgen.report.table import terminal_table
 
 _PART_ROWS = 2048
 
@@ -31,21 +32,36 @@ class Merged:
     missing_shards: list[str]
 
 
-Scores = Callable[[dict[str, Any]], dict[str, Any]]  # configuration of the runs -> ``score`` and ``group_scores`` of the joined rows
+# The configuration of the runs -> what gives ``score`` and ``group_scores`` of the joined rows once they are written.
+Scores = Callable[[dict[str, Any]], Callable[[], dict[str, Any]]]
+MERGE_AGAIN = "the merge is incomplete: remove the folder and merge again"
+DAMAGED = "bring it back, or make the run again"
 
 
-def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: {}) -> Merged:
+def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: dict) -> Merged:
     """Join finished runs of one configuration (``data.shard`` and keys that do not decide the rows apart) into ``out``, rows by (index, sample).
 
     Timings (``throughput``, ``step``, ``baseline``) are null in the merged stats: they belong to the single runs, whose starts are listed under
-    ``attempts`` with their folder. ``scores`` is called once the joined rows are written. Raises ConfigError for runs of different configurations,
-    DataError for a row that two runs hold, a run that has not ended, or an ``out`` that holds results; ``out`` is then left as it was.
+    ``attempts`` with their folder. ``scores`` is given the configuration first, and asked once the joined rows are written. Raises ConfigError for
+    runs of different configurations, DataError for a row that two runs hold, a run that has not ended, a damaged file, or an ``out`` that holds
+    results; ``out`` is then left as it was.
     """
     if len(dirs) < 2:
         raise ConfigError("merge= needs at least two run folders, separated by commas")
     stats = [load_stats(folder) for folder in dirs]
     records = [read_json(folder / ENVIRONMENT_NAME, "only a whole run folder can be merged") for folder in dirs]
-    _check_configurations(dirs, records)
+    for folder, record in zip(dirs, records, strict=True):
+        with understood(folder / ENVIRONMENT_NAME, DAMAGED):
+            _check_configurations(dirs[0], records[0], folder, record)
+    with understood(dirs[0] / ENVIRONMENT_NAME, DAMAGED):
+        missing, config = _missing_shards(records), records[0].get("config") or {}
+        joined = {**records[0], "config": _without_shard(config), "merged": [str(folder) for folder in dirs]}
+        scored = scores(config)
+    for folder, one in zip(dirs, stats, strict=True):
+        with understood(folder / STATS_NAME, DAMAGED):
+            build_stats((), _run_info([folder], [one]))
+            terminal_table(build_stats((), _run_info([folder], [one])))
+            int(one["samples"])
     form = _common_format(dirs)
     if holds_results(out):
         raise DataError(f"{out} already holds the results of a run; choose another output.dir")
@@ -62,23 +78,21 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
         try:
             (_write_parts if form == "parquet" else _write_lines)(dirs, order, out)
         except OSError as error:
-            raise storage_error(out, error, "the merge is incomplete: remove the folder and merge again") from error
-        config = records[0].get("config") or {}
-        write_json(out / ENVIRONMENT_NAME, {**records[0], "config": _without_shard(config), "merged": [str(folder) for folder in dirs]})
-        merged = build_stats(load_rows(out), _run_info(dirs, stats) | scores(config))
-        write_stats(out, merged)
-    return Merged(len(order), merged, _missing_shards(records))
+            raise storage_error(out, error, MERGE_AGAIN) from error
+        write_json(out / ENVIRONMENT_NAME, joined, MERGE_AGAIN)
+        merged = build_stats(load_rows(out), _run_info(dirs, stats) | scored())
+        write_stats(out, merged, MERGE_AGAIN)
+    return Merged(len(order), merged, missing)
 
 
-def _check_configurations(dirs: Sequence[Path], records: Sequence[dict[str, Any]]) -> None:
-    for folder, record in zip(dirs[1:], records[1:], strict=True):
-        if "config" in record and "config" in records[0]:
-            changed = differences(records[0]["config"], record["config"])
-            if changed:
-                raise ConfigError(f"{dirs[0]} and {folder} are not shards of one job: {'; '.join(changed)}")
-        for name in ("config_hash", "models", "input"):
-            if record.get(name) != records[0].get(name):
-                raise ConfigError(f"{dirs[0]} and {folder} are not shards of one job: their {name} in {ENVIRONMENT_NAME} differ")
+def _check_configurations(first: Path, of_first: dict[str, Any], folder: Path, record: dict[str, Any]) -> None:
+    if "config" in record and "config" in of_first:
+        changed = differences(of_first["config"], record["config"])
+        if changed:
+            raise ConfigError(f"{first} and {folder} are not shards of one job: {'; '.join(changed)}")
+    for name in ("config_hash", "models", "input"):
+        if record.get(name) != of_first.get(name):
+            raise ConfigError(f"{first} and {folder} are not shards of one job: their {name} in {ENVIRONMENT_NAME} differ")
 
 
 def _common_format(dirs: Sequence[Path]) -> str:
