@@ -181,7 +181,7 @@ def test_a_fault_of_the_whole_input_keeps_the_rows_before_it(capsys: pytest.Capt
 def test_the_folder_is_locked_until_the_last_file_is_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def report(folder: Path) -> None:
+    def report(folder: Path, remedy: str) -> None:
         with pytest.raises(DataError, match="is in use by another job"):
             FolderLock(folder)
         tried.append(folder)

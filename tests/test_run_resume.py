@@ -210,6 +210,18 @@ def test_a_disk_that_is_full_at_the_end_says_that_the_rows_are_safe(
     assert resume("o") == 0 and stats_of("o")["samples"] == 4 and Path("o/report.html").exists()
 
 
+def test_a_disk_without_room_for_the_lock_is_one_line_and_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert start("a/o", *SMALL) == 2
+    assert capsys.readouterr().err == "specgen: a/o: the disk or quota is full; make room there, or choose another folder\n"
+    assert not Path("a").exists()
+
+
 def test_turns_rows_are_resumed_whole() -> None:
     data = lines([{"turns": ["w10", "w30", "w40"]}, {"turns": ["w30"]}, {"turns": ["w40", "w10"]}])
     assert start("o", *toy(), *data, "sampling.max_tokens=4") == 0

@@ -14,7 +14,7 @@ import numpy as np
 
 from specgen.pasting import setting
 from specgen.report.disk import dumps, storage_error
-from specgen.report.resume import parse_row, torn_tail
+from specgen.report.resume import parse_row, rows_format, torn_tail
 
 ATTEMPTS_NAME = "attempts.jsonl"
 PHASES = ("propose_ms", "verify_ms", "finish_ms", "host_gap_ms")
@@ -37,7 +37,8 @@ def append_attempt(folder: Path, entry: dict[str, Any]) -> int:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise storage_error(path, error, f"finished rows are safe: free space and go on with {setting('resume', folder)}") from error
+        safe = f"finished rows are safe: free space and go on with {setting('resume', folder)}"
+        raise storage_error(path, error, "no row is lost: make room there and start again" if rows_format(folder) is None else safe) from error
     return int(number)
 
 

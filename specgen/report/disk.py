@@ -196,8 +196,13 @@ class FolderLock:
             except OSError as error:  # some network file systems have no locks
                 warnings.warn(f"{self.path.parent} cannot be locked ({error.strerror}): do not start a second job on it", stacklevel=4)
             if self._is_current(descriptor):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                try:
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                except OSError:
+                    self.path.unlink(missing_ok=True)
+                    os.close(descriptor)
+                    raise
                 return descriptor
             os.close(descriptor)
 
