@@ -111,11 +111,11 @@ def test_a_baseline_that_was_asked_for_and_is_missing_is_said_to_be(ended: type[
     assert log_of("o").count(run.NO_BASELINE) == 1
 
 
-@pytest.mark.parametrize("line", [{"overrides": 3}, {"overrides": [1]}, {"throughput": 3}, {"step": "text"}, {"baseline": [1]}])
-def test_a_damaged_line_about_a_start_counts_as_a_torn_one(line: dict[str, Any]) -> None:
+def test_damaged_lines_about_a_start_count_as_torn_ones() -> None:
     assert start("o", *toy(), *lines(rows(2))) == 0
     kept, path = rows_of("o"), Path("o/attempts.jsonl")
-    path.write_text(path.read_text() + json.dumps({"attempt": 1, **line}) + "\n")
+    wrong = [{"overrides": 3}, {"overrides": [1]}, {"throughput": 3}, {"step": "text"}, {"baseline": [1]}, {"lossless": 7}]
+    path.write_text("".join(json.dumps({"attempt": 1, **fields}) + "\n" for fields in wrong) + path.read_text())
     assert resume("o") == 0 and rows_of("o") == kept and [entry["attempt"] for entry in stats_of("o")["attempts"]] == [1, 2]
 
 
@@ -161,34 +161,42 @@ def test_a_baseline_that_is_there_or_was_not_asked_for_is_not_missed() -> None:
     assert run.NO_BASELINE not in log_of("with") + log_of("without")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [(f".hydra/{name}.yaml", text) for name in ("config", "overrides", "hydra") for text in ("", "- a\n", "text\n", "a: b\n")]
-    + [("environment.json", text) for text in ("", "[]", "[1]", "7", "null", "{")]
-    + [("environment.json", text) for text in ('{"config":3}', '{"models":{"target":3}}', '{"input":"x"}', '{"input":{"files":3}}', '{"input":3}')],
-)
-def test_a_damaged_file_of_a_run_folder_is_one_line(name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+DAMAGED_FILES = {
+    **{f".hydra/{name}.yaml": ["", "- a\n", "text\n", "a: b\n"] for name in ("config", "overrides", "hydra")},
+    "environment.json": [
+        *("", "[]", "[1]", "7", "null", "{"),
+        *('{"config":3}', '{"models":{"target":3}}', '{"input":"x"}', '{"input":{"files":3}}', '{"input":3}'),
+    ],
+}
+HARMLESS = (".hydra/overrides.yaml", ""), (".hydra/overrides.yaml", "- a\n"), (".hydra/hydra.yaml", ""), (".hydra/hydra.yaml", "a: b\n")
+
+
+@pytest.mark.parametrize("name", DAMAGED_FILES)
+def test_a_damaged_file_of_a_run_folder_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert start("o", *toy(), *lines(rows(2))) == 0
-    (Path("o") / name).write_text(content)
-    capsys.readouterr()
-    code, err = resume("o"), capsys.readouterr().err
-    harmless = (".hydra/overrides.yaml", ""), (".hydra/overrides.yaml", "- a\n"), (".hydra/hydra.yaml", ""), (".hydra/hydra.yaml", "a: b\n")
-    if (name, content) in harmless:
-        assert code == 0 and not err
-    else:
-        assert code == 2 and len(err.splitlines()) == 1 and err.startswith("specgen: "), err
+    for content in DAMAGED_FILES[name]:
+        (Path("o") / name).write_text(content)
+        capsys.readouterr()
+        code, err = resume("o"), capsys.readouterr().err
+        if (name, content) in HARMLESS:
+            assert code == 0 and not err, content
+        else:
+            assert code == 2 and len(err.splitlines()) == 1 and err.startswith("specgen: "), (content, err)
 
 
-@pytest.mark.parametrize("name", ["stats.json", "environment.json"])
-@pytest.mark.parametrize("content", ["", "[1]", "null", '"text"', "{", "{}", '{"config":3,"schema":1}', '{"schema":1,"draft":{"topk":"text"}}'])
-def test_a_damaged_file_of_a_shard_is_one_line_and_merges_nothing(name: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_of_a_shard_is_one_line_and_merges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for shard in range(2):
         assert start(f"m{shard}", *toy(), *lines(rows(4)), f"data.shard={shard}/2") == 0
-    Path("m0", name).write_text(content)
-    capsys.readouterr()
-    assert cli.main(["merge=m0,m1", "output.dir=m"]) == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "m0" in err and name in err and not Path("m").exists()
+    for name in ("stats.json", "environment.json"):
+        whole = Path("m0", name).read_text()
+        for content in ("", "[1]", "null", '"text"', "{", "{}", '{"config":3,"schema":1}', '{"schema":1,"draft":{"topk":"text"}}'):
+            Path("m0", name).write_text(content)
+            capsys.readouterr()
+            assert cli.main(["merge=m0,m1", "output.dir=m"]) == 2, content
+            err = capsys.readouterr().err
+            assert len(err.splitlines()) == 1 and "m0" in err and name in err and not Path("m").exists(), (content, err)
+        Path("m0", name).write_text(whole)
+    assert cli.main(["merge=m0,m1", "output.dir=m"]) == 0
 
 
 @pytest.mark.parametrize("name", ["stats.json", "report.html"])
