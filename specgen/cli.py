@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from specgen import __version__, folders, resuming, stuck
 from specgen.compose import composer, enter_hydra, folder_asked_for, options, reworded, searchpath_of, sweep_jobs, to_config
 from specgen.config import to_dict
-from specgen.console import answer, say, write
+from specgen.console import answer, say, trace
 from specgen.errors import ConfigError, SpecgenError
 from specgen.launch import INTERRUPTED, TERMINATED, Outcome, Runner, Specgen, Terminated, debugging, defect, launch, one_line
 from specgen.overrides import Override, parse, plain_value, refuse_sweep
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None, *, runner: Runner | None = None) -> 
             return _dispatch(list(sys.argv[1:] if argv is None else argv), runner or Specgen())
         except SpecgenError as error:
             if debugging():
-                write(sys.stderr, traceback.format_exc())
+                trace()
             say(one_line(error))
             return 2
         except Terminated:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any, TextIO
 
 from specgen.errors import DataError
@@ -65,6 +67,11 @@ def say(line: str) -> None:
     write(sys.stderr, f"specgen: {line}\n")
 
 
+def trace() -> None:
+    """The traceback of the exception being handled, on stderr."""
+    write(sys.stderr, traceback.format_exc())
+
+
 class ConsoleHandler(logging.Handler):
     """Log records on ``sys.stdout`` or ``sys.stderr``, by ``write``."""
 
@@ -75,33 +82,27 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See ``write``."""
-        error = write(self.stream, f"{self.format(record)}\n")
+        try:
+            error = write(self.stream, f"{self.format(record)}\n")
+        except Exception:
+            self.handleError(record)
+            return
         if self.stream is sys.stdout:
             _warn(error)
 
 
 class FileHandler(logging.FileHandler):
-    """Log records in a file; where its disk is full, that is said once and the job goes on without them."""
+    """Log records in a file, in UTF-8; a lone surrogate becomes an escape. Where the disk is full, that is said once and the job goes on without the
+    records."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """See above."""
-        try:
-            if self.stream is not None:
-                self.stream.write(f"{self.format(record)}{self.terminator}")
-                self.stream.flush()
-        except OSError as error:
-            self._give_up(error)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
 
-    def close(self) -> None:
-        """Close the file. What a full disk does not take is lost."""
-        try:
-            super().close()
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        stream, self.stream = self.stream, None  # type: ignore[assignment]
-        if stream is not None:
-            _give_up(stream)
-            stream.close()
-            say(f"{self.baseFilename} cannot be written ({error.strerror}); the job goes on without it")
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by ``emit`` for what it meets."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError) or self.stream is None:
+            super().handleError(record)
+            return
+        _give_up(self.stream)  # what it has buffered and what follows go to the null device
+        say(f"{self.baseFilename} cannot be written ({error.strerror}); the job goes on without it")

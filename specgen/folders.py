@@ -163,12 +163,13 @@ def write_hydra_files(folder: Path, config: Mapping[str, Any], overrides: Sequen
         temporary.rename(folder / ".hydra")
         ours = True
         sync_folder(folder)
-        _remove_left(folder, texts)
     except OSError as error:
         shutil.rmtree(folder / ".hydra" if ours else temporary, ignore_errors=True)
         if not ours and (error.errno in (errno.EEXIST, errno.ENOTEMPTY) or (folder / ".hydra").exists()):
             raise ConfigError(f"output.dir={folder} has been taken by another job meanwhile; choose another folder") from error
         raise ConfigError(f"output.dir={folder} cannot be written: {error.strerror}; choose another folder") from error
+    with suppress(OSError):
+        _remove_left(folder, texts)
 
 
 def _remove_left(folder: Path, names: Container[str]) -> None:
@@ -217,7 +218,7 @@ def logging_to(folder: Path | None, verbose: bool = False) -> Iterator[logging.L
         console.addFilter(lambda record: not getattr(record, "file_only", False))
     if folder is not None:
         try:
-            file = FileHandler(folder / "specgen.log", encoding="utf-8")
+            file = FileHandler(folder / "specgen.log")
         except OSError as error:
             raise DataError(f"{folder / 'specgen.log'} cannot be written: {error.strerror}; free the folder or choose another") from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -9,7 +9,6 @@ import copy
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specgen import folders
 from specgen.compose import to_config
 from specgen.config import PATH_KEYS, Config, to_dict
-from specgen.console import say, write
+from specgen.console import say, trace
 from specgen.errors import SpecgenError
 from specgen.grammar_text import under
 from specgen.pasting import setting
@@ -99,7 +98,7 @@ def debugging() -> bool:
 
 def defect() -> int:
     """Report the exception being handled as a defect; the exit code."""
-    write(sys.stderr, traceback.format_exc())
+    trace()
     say("the error above is a defect of specgen, not of your call")
     return 1
 
@@ -140,7 +139,7 @@ def guarded(work: Callable[[], int], log: logging.Logger) -> tuple[int, str | No
         return work(), None
     except SpecgenError as error:
         if debugging():
-            write(sys.stderr, traceback.format_exc())
+            trace()
         log.error("%s", one_line(error), exc_info=debugging(), extra={"file_only": True})
         return 2, one_line(error)
     except Exception as error:

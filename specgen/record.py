@@ -22,7 +22,7 @@ from specgen.grammar_text import KEY, fingerprint
 from specgen.loading import target_path
 from specgen.models.weights import local_folder
 from specgen.pasting import setting
-from specgen.report.disk import read_json
+from specgen.report.disk import read_json, understood
 from specgen.report.environment import ENVIRONMENT_NAME, NOT_HASHED, config_hash, config_record, differences, environment, model_fingerprint
 from specgen.report.resume import rows_format
 
@@ -40,7 +40,8 @@ def earlier_record(folder: Path) -> dict[str, Any] | None:
 
 def pinned(data: DataConfig, earlier: dict[str, Any] | None) -> DataConfig:
     """``data`` at the commit of the run's first start, for a hub dataset."""
-    commit = ((earlier or {}).get("input") or {}).get("revision")
+    read = (earlier or {}).get("input")
+    commit = read.get("revision") if isinstance(read, dict) else None  # another form is for ``refuse_changes`` to name
     return replace(data, revision=commit) if data.source == "hub" and commit else data
 
 
@@ -81,6 +82,11 @@ def refuse_changes(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
     Paths may differ where the files behind them are the same.
     """
     remedy = f"restore it, or start a new run instead of {setting('resume', folder)}"
+    with understood(folder / ENVIRONMENT_NAME, remedy):
+        _refuse_changes(old, new, remedy)
+
+
+def _refuse_changes(old: dict[str, Any], new: dict[str, Any], remedy: str) -> None:
     if changed := differences(old.get("config") or {}, new["config"], ignore=(*NOT_HASHED, *PATH_KEYS, KEY)):
         raise ConfigError(f"the configuration has changed since this run was started ({'; '.join(changed)}); {remedy}")
     for role, now in new["models"].items():

@@ -49,7 +49,7 @@ from specgen.record import earlier_record, pinned, refuse_changes, run_record
 from specgen.replay import verify_lossless
 from specgen.report import stats as report_stats
 from specgen.report.attempts import append_attempt, read_attempts, step_figures, throughput_figures
-from specgen.report.disk import FolderLock, understood, write_json
+from specgen.report.disk import FolderLock, write_json
 from specgen.report.environment import ENVIRONMENT_NAME
 from specgen.report.html import write_report
 from specgen.report.merge import MERGE_AGAIN, merge_runs
@@ -79,14 +79,11 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
     device = resolve_device(config.model.device)
     with FolderLock(folder) as lock, Signals() as signals, on_device(device):
         earlier = earlier_record(folder) if resume else None
-        data = config.data if task is None else task.data_config(config.data)
-        with understood(folder / ENVIRONMENT_NAME, "bring it back, or start a new run"):
-            data = pinned(data, earlier)
+        data = pinned(config.data if task is None else task.data_config(config.data), earlier)
         choose_threads(device)
         record = run_record(config, data, device)
         if earlier is not None:
-            with understood(folder / ENVIRONMENT_NAME, "bring it back, or start a new run"):
-                refuse_changes(earlier, record, folder)
+            refuse_changes(earlier, record, folder)
         data = pinned(data, record)
         with _writer(config, folder, lock, resume) as writer:
             attempt = append_attempt(folder, {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "overrides": overrides or []})
@@ -104,7 +101,7 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         if run.wants_baseline():
             append_attempt(folder, {"attempt": attempt, "baseline": run.baseline()})
         stats = run.stats(folder, record)
-        if config.baseline and stats["throughput"] is not None and stats["baseline"] is None and not run.incomplete:
+        if run.misses_baseline(stats):
             log.warning(NO_BASELINE)
         remedy = f"finished rows are safe: free space and go on with {setting('resume', folder)}"
         write_stats(folder, stats, remedy)
@@ -243,6 +240,10 @@ class _Run:
         if config.baseline is None:
             return config.model.source == "embedded" and self.data.source == "embedded" and config.draft.path is None and self.task is None
         return config.baseline
+
+    def misses_baseline(self, stats: dict[str, Any]) -> bool:
+        """Whether a baseline was asked for that the start which wrote the rows did not live to take."""
+        return bool(self.config.baseline) and not self.incomplete and stats["throughput"] is not None and stats["baseline"] is None
 
     def baseline(self) -> dict[str, Any] | None:
         """The prompts of this start decoded plainly, in this process, with the same batch; nothing is written. None when a signal came meanwhile."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stderr
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from specgen import cli, run
+from specgen import cli, folders, run
 from specgen.console import write
 from tests.jobs import SMALL, log_of, rows_of, start, stats_of, write_lines
 
@@ -56,6 +57,13 @@ def streams(**instead: IO[str] | None) -> Iterator[None]:
             stream.close()
 
 
+def outcome(stdout: IO[str] | None, *argv: str) -> tuple[int, str]:
+    """A command line with this stdout: its exit code, and what it said on stderr."""
+    with streams(stdout=stdout), redirect_stderr(io.StringIO()) as err:
+        code = cli.main(argv)
+    return code, err.getvalue()
+
+
 STREAMS: list[tuple[Callable[[], IO[str] | None], list[str]]] = [
     (without_reader, []),
     (full, ["specgen: stdout cannot be written (No space left on device); what goes to files is not concerned"]),
@@ -66,12 +74,9 @@ STREAMS: list[tuple[Callable[[], IO[str] | None], list[str]]] = [
 
 @pytest.mark.parametrize(("opened", "said"), STREAMS, ids=["pipe", "full", "closed", "none"])
 def test_a_stdout_that_takes_nothing_changes_neither_files_nor_exit_code(opened: Callable[[], IO[str] | None], said: list[str]) -> None:
-    err = io.StringIO()
-    with streams(stderr=None), streams(stdout=opened()):
-        sys.stderr = err
-        code = start("o", *SMALL)
+    code, err = outcome(opened(), "output.dir=o", *SMALL)
     assert code == 0 and len(rows_of("o")) == 3 and stats_of("o")["complete"] and Path("o/report.html").exists()
-    assert err.getvalue().splitlines() == said
+    assert err.splitlines() == said
     assert "Logging error" not in log_of("o") and "a defect" not in log_of("o")
 
 
@@ -80,20 +85,13 @@ ANSWERS = ["--help", "--version", "--cfg job", "--cfg hydra", "--hydra-help", "-
 
 @pytest.mark.parametrize("argv", ANSWERS)
 def test_an_answer_that_a_full_disk_takes_is_no_success_and_no_defect(argv: str) -> None:
-    err = io.StringIO()
-    with streams(stderr=None), streams(stdout=full()):
-        sys.stderr = err
-        assert cli.main(argv.split()) == 2
-    assert err.getvalue() == "specgen: stdout cannot be written: No space left on device; make room there, or send it elsewhere\n"
+    line = "specgen: stdout cannot be written: No space left on device; make room there, or send it elsewhere\n"
+    assert outcome(full(), *argv.split()) == (2, line)
 
 
 @pytest.mark.parametrize("argv", ANSWERS)
 def test_an_answer_whose_reader_has_seen_enough_is_a_success(argv: str) -> None:
-    err = io.StringIO()
-    with streams(stderr=None), streams(stdout=without_reader()):
-        sys.stderr = err
-        assert cli.main(argv.split()) == 0
-    assert err.getvalue() == ""
+    assert outcome(without_reader(), *argv.split()) == (0, "")
 
 
 def test_a_merge_does_not_fail_for_want_of_a_reader() -> None:
@@ -104,15 +102,12 @@ def test_a_merge_does_not_fail_for_want_of_a_reader() -> None:
     assert len(rows_of("m")) == 3
 
 
-def test_a_log_whose_disk_is_full_costs_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_whose_disk_is_full_costs_no_job() -> None:
     Path("o").mkdir()
     Path("o/specgen.log").symlink_to("/dev/full")
-    err = io.StringIO()
-    with streams(stderr=None):
-        sys.stderr = err
-        assert start("o", *SMALL) == 0
-    assert len(rows_of("o")) == 3
-    said = err.getvalue().splitlines()
+    code, err = outcome(io.StringIO(), "output.dir=o", *SMALL)
+    assert code == 0 and len(rows_of("o")) == 3
+    said = err.splitlines()
     assert len(said) == 1 and said[0].endswith("o/specgen.log cannot be written (No space left on device); the job goes on without it")
 
 
@@ -133,6 +128,30 @@ def test_a_stderr_that_takes_nothing_hides_no_defect_behind_a_good_exit_code(mon
     with streams(stderr=without_reader()):
         assert start("o", *SMALL) == 2, "the folder holds results"
     assert "RuntimeError: an index is out of range" in log_of("o")
+
+
+def test_a_record_that_cannot_be_written_as_it_stands_raises_nothing_into_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone surrogate, which UTF-8 has no form for, and arguments that do not fit: the job that logs them goes on."""
+    monkeypatch.setattr(logging.getLogger("specgen"), "propagate", False)  # pytest's own handler raises
+    with redirect_stderr(io.StringIO()) as err, folders.logging_to(Path()) as log:
+        log.warning("row %s is an error", "a\ud800b")
+        log.warning("%d rows", "two")
+        log.warning("last")
+    said = Path("specgen.log").read_text(encoding="utf-8")
+    assert r"row a\ud800b is an error" in said and said.rstrip().endswith("last")
+    assert err.getvalue().splitlines()[0].endswith("b is an error") and err.getvalue().splitlines()[-1] == "last"
+
+
+def test_a_folder_that_cannot_be_looked_into_is_no_reason_to_refuse_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("o/.hydra-0badcafe").mkdir(parents=True)
+
+    def refuses(path: Path) -> Iterator[Path]:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuses)
+        folders.write_hydra_files(Path("o"), {}, [], "")
+    assert Path("o/.hydra/config.yaml").exists() and Path("o/.hydra-0badcafe").exists()
 
 
 def test_characters_that_stdout_cannot_show_are_written_as_escapes() -> None:

@@ -37,8 +37,10 @@ def append_attempt(folder: Path, entry: dict[str, Any]) -> int:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        safe = f"finished rows are safe: free space and go on with {setting('resume', folder)}"
-        raise storage_error(path, error, "no row is lost: make room there and start again" if rows_format(folder) is None else safe) from error
+        remedy = f"finished rows are safe: free space and go on with {setting('resume', folder)}"
+        if rows_format(folder) is None:
+            remedy = "no row is lost: make room there and start again"
+        raise storage_error(path, error, remedy) from error
     return int(number)
 
 

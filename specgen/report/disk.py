@@ -28,6 +28,7 @@ AS_TEXT = "values without a JSON form written as text"
 REPLACED = "lone surrogates replaced by U+FFFD"
 
 LOCK_NAME = ".lock"
+UNTOUCHED = "nothing was replaced; mend that and try again"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -96,9 +97,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-UNTOUCHED = "nothing was replaced; mend that and try again"
 
 
 def write_atomic(path: Path, data: str | bytes, remedy: str = UNTOUCHED) -> None:

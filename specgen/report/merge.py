@@ -59,7 +59,6 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
         scored = scores(config)
     for folder, one in zip(dirs, stats, strict=True):
         with understood(folder / STATS_NAME, DAMAGED):
-            build_stats((), _run_info([folder], [one]))
             terminal_table(build_stats((), _run_info([folder], [one])))
             int(one["samples"])
     form = _common_format(dirs)
