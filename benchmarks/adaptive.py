@@ -86,7 +86,7 @@ class Traced(AdaptiveController):
         choice = super().choose(bucket, context)
         entry = {"seconds": round(sum(spent.seconds for spent in self.spent.values()), 6), "bucket": bucket, "num_steps": choice.num_steps}
         costs = {str(steps): round(1e6 * cost, 1) for steps, cost in sorted(self.costs.known(choice.key).items())}
-        tokens = [round(each, 3) for each in self.acceptance.all_expected(self.max_steps)]
+        tokens = [round(each, 3) for each in self.tokens]
         self.trace.append({**entry, "steps": 1 + choice.more, "costs_us": costs, "expected_tokens": tokens, "told": self._told})
         self._told = []
         return choice

@@ -3,8 +3,9 @@
 Boundary: plain numbers. No torch, no clock, no engine: the engine says which batch it is about to run and, later, how long that took and what was
 accepted. A step is known by its batch bucket, its context bucket and its num_steps S; S = 0 is plain decoding.
 
-The choice maximises (1 + sum over d <= S of a_1 ... a_d) / cost(S), a_d being the conditional acceptance at depth d. What has not been measured is
-estimated: costs by straight lines between the known ones or by the shape known from the nearest other bucket, deep acceptances by the depth before.
+The choice maximises (1 + sum over d <= S of a_1 ... a_d) / cost(S), a_d being the conditional acceptance at depth d and the sum corrected for what
+steps of another S than the one in force say of it (``draft.acceptance``). What has not been measured is estimated: costs by straight lines between
+the known ones or by the shape known from the nearest other bucket, deep acceptances by the depth before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specgen.draft.acceptance import Acceptance, Likeness
 from specgen.draft.costs import Costs, Key
 
 PERIOD = 8  # decode steps between decisions at first and in a trial
@@ -29,9 +31,6 @@ SURE_GAIN = 1.1  # ... when it has never been timed here
 LATER, RARELY = 4, 16  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
-HORIZON = 512  # row steps after which an observation counts 1/e
-STEPS = 64  # ... but so many steps at least: all rows of a wide batch may be at their beginning
-SOFT = 8  # row steps the past is worth when a probe begins
 
 
 class Choice(NamedTuple):
@@ -53,7 +52,8 @@ class Choice(NamedTuple):
 @dataclass
 class Outcome:
     """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; reached and accepted: of them, by depth;
-    at S = 0 none are counted.
+    at S = 0 none are counted. ``pairs``: of two steps of a row, one after the other, how many there were, the sum of the drafts both accepted, of the
+    squares of those, and of the products; empty where none were looked for.
 
     seconds: of the ``timed`` steps. ``times``: of some that are the plain cost of such a step, each. ``hosts``: what the host alone took for some,
     where it works beside the device. ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it that went into a graph
@@ -64,6 +64,7 @@ class Outcome:
     rows: int = 0
     reached: Sequence[int] = ()
     accepted: Sequence[int] = ()
+    pairs: Sequence[int] = ()
     seconds: float = 0.0
     timed: int = 0
     times: Sequence[float] = ()
@@ -79,74 +80,6 @@ class View(NamedTuple):
     costs: list[float]
     rates: list[float]
     timed: Collection[int]
-
-
-class Acceptance:
-    """Conditional acceptance by depth, with exponential forgetting. Depths no draft reached lately fade towards the rate of the depth before.
-
-    Kept as sums in units that grow by e every ``HORIZON`` row steps (or ``STEPS`` steps): a new observation costs one addition a depth, and nothing
-    old is touched.
-    """
-
-    def __init__(self, depths: int) -> None:
-        self._reached, self._accepted, self._unit = [0.0] * depths, [0.0] * depths, 1.0
-        self._steps = 0
-
-    @property
-    def reached(self) -> list[float]:
-        """Row steps that reached each depth, forgotten ones taken off."""
-        return [value / self._unit for value in self._reached]
-
-    @property
-    def accepted(self) -> list[float]:
-        """Of them, those whose draft was accepted."""
-        return [value / self._unit for value in self._accepted]
-
-    def add(self, steps: int, rows: int, reached: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count ``rows`` row steps of ``steps`` steps. Those told together fade against each other as if they had come one by one, in an order that
-        nobody knows."""
-        told = min(rows / HORIZON, steps / STEPS)
-        past = min(told, 100.0)
-        unit = self._unit = self._unit * math.exp(past)
-        weight = unit * -math.expm1(-past) / told
-        self._steps += steps
-        mine, yes = self._reached, self._accepted
-        for depth, r in enumerate(reached):
-            mine[depth] += r * weight
-            yes[depth] += accepted[depth] * weight
-        if unit > 1e100:
-            self._set(self.reached, self.accepted)
-
-    def soften(self) -> None:
-        """Let the past count no more than ``SOFT`` row steps, so that a few new ones can change it."""
-        reached = self.reached
-        if reached and reached[0] > SOFT:
-            keep = SOFT / reached[0]
-            self._set([r * keep for r in reached], [a * keep for a in self.accepted])
-
-    def _set(self, reached: list[float], accepted: list[float]) -> None:
-        self._reached, self._accepted, self._unit = reached, accepted, 1.0
-
-    def expected(self, num_steps: int) -> float:
-        """Tokens a row commits in a step of ``num_steps``: 1 + the sum of the cumulative acceptances. Each rate has the one before as its prior."""
-        return self.all_expected(num_steps)[-1]
-
-    @property
-    def optimism(self) -> float:
-        """By how much drafts may turn out to be accepted more often: (a + its standard error) / a of the first depth. The rows of a step are not
-        independent, they may all be at their beginning: at first a step counts as one observation."""
-        reached = self._reached[0] / self._unit + 1
-        rate = (self._accepted[0] / self._unit + 0.5) / reached
-        return 1 + math.sqrt((1 - rate) / (rate * min(reached, self._steps + 1)))
-
-    def all_expected(self, most: int) -> list[float]:
-        """``expected`` of 0 .. ``most`` steps."""
-        totals, product, rate, unit = [1.0], 1.0, 0.5, self._unit
-        for reached, accepted in zip(self._reached[:most], self._accepted[:most], strict=True):
-            rate = (accepted / unit + rate) / (reached / unit + 1)
-            product *= rate
-            totals.append(totals[-1] + product)
-        return totals
 
 
 @dataclass
@@ -190,7 +123,12 @@ class AdaptiveController:
     catch_ups: deque[float] | None = None  # seconds of the last ones; None until there was one, which may have compiled something
 
     def __post_init__(self) -> None:
-        self.acceptance = Acceptance(self.max_steps)
+        self.acceptance, self.likeness = Acceptance(self.max_steps), Likeness()
+
+    @property
+    def tokens(self) -> list[float]:
+        """What a row is expected to commit in a step of each S."""
+        return self.acceptance.expected(self.max_steps, self.likeness.alike)
 
     @property
     def catch_up_s(self) -> float:
@@ -228,7 +166,7 @@ class AdaptiveController:
         return Choice(bucket, context, place.home, trial, place.left - 1)
 
     def _view(self, key: Key) -> View:
-        tokens, costs = self.acceptance.all_expected(self.max_steps), self.costs.all_costs(key, self.max_steps)
+        tokens, costs = self.tokens, self.costs.all_costs(key, self.max_steps)
         return View(tokens, costs, [each / cost for each, cost in zip(tokens, costs, strict=True)], self.costs.timed(key))
 
     def _decide(self, place: Place, view: View) -> None:
@@ -307,7 +245,9 @@ class AdaptiveController:
         if outcome.capture_s:
             self.capture_s = outcome.capture_s
         if choice.num_steps and outcome.rows:
-            self.acceptance.add(outcome.steps, outcome.rows, outcome.reached, outcome.accepted)
+            under = choice.num_steps if place is None else place.home
+            self.acceptance.add(outcome.steps, outcome.rows, outcome.reached, outcome.accepted, under)
+            self.likeness.add(choice.num_steps, outcome.pairs)
         if not outcome.timed:
             return
         self.costs.add(choice.key, choice.num_steps, outcome.times, place is None or choice.num_steps == place.home)
@@ -333,7 +273,7 @@ class AdaptiveController:
     def report(self) -> list[dict[str, Any]]:
         """What was chosen and why: for each (bucket, S) its steps, the seconds they took, the cost of one, and the tokens a row is expected to commit
         in it. ``cost_ms`` is None where it was never measured."""
-        rows = []
+        rows, tokens = [], self.tokens
         for (bucket, steps), spent in sorted(self.spent.items()):
             key = bucket, spent.context
             cost = self.costs.cost(key, steps) if steps in self.costs.timed(key) else None
@@ -344,7 +284,7 @@ class AdaptiveController:
                     "seconds": spent.seconds,
                     "steps": spent.steps,
                     "cost_ms": None if cost is None else 1000 * cost,
-                    "expected_tokens": self.acceptance.expected(steps),
+                    "expected_tokens": tokens[steps],
                 }
             )
         return rows

@@ -27,6 +27,7 @@ FEW = 8  # rows that a loop counts sooner than numpy does
 UNTOLD_STEPS = 64  # so many are kept until they are told
 TIMES = 16  # steps of a run that are timed until they are told: what the rest take is not worth a look at every step
 HOST_TIMES = 8  # of the host are taken until they are told
+PAIRED = 1024  # rows of a run are compared with the step before until they are told
 
 
 class Controller(Protocol):
@@ -76,6 +77,9 @@ class Pacing:
         self._more = 0
         self._rows = np.zeros((UNTOLD_STEPS * max_batch, columns), np.int32)
         self._num_rows = 0
+        # How many rows before each row lies the same one in the step before; 0 where that was not kept or had other rows.
+        self._back = np.zeros(len(self._rows), np.int32)
+        self._noted: Any = None  # the rows of the step kept last
 
     def pause(self) -> None:
         """The engine stood still for a while: the time until the next step is retired says nothing of the host."""
@@ -167,9 +171,11 @@ class Pacing:
     def _note_rows(self, flight: InFlight) -> None:
         """Keep what came of each row of a step until it is told."""
         assert flight.decode_result is not None
-        begin = self._num_rows
-        self._num_rows = end = begin + len(flight.batch.decode)
+        begin, decode = self._num_rows, flight.batch.decode
+        self._num_rows = end = begin + len(decode)
         self._rows[begin:end] = flight.decode_result.np[: end - begin]
+        self._back[begin:end] = end - begin if decode is self._noted else 0
+        self._noted = decode
 
     def _host_time(self, flight: InFlight, newest: InFlight | None) -> float | None:
         """What the host took since the last retirement, where it did nothing but launch and retire plain decode steps."""
@@ -192,13 +198,13 @@ class Pacing:
         """Tell the controller of the steps retired since the last time, all at once."""
         if not self._untold:
             return
-        outcome = _outcome(self._rows[: self._num_rows], self._of.num_steps)
+        outcome = _outcome(self._rows[: self._num_rows], self._of.num_steps, self._back[: self._num_rows])
         outcome.times, outcome.hosts = self._times, self._hosts
         outcome.steps, outcome.timed, outcome.seconds = self._untold, len(self._times), sum(self._times)
         if self._more:  # those that were not looked at took as long as most of the others
             outcome.seconds += self._more * median(self._times)
             outcome.timed += self._more
-        self._untold, self._times, self._hosts, self._num_rows = 0, [], [], 0
+        self._untold, self._times, self._hosts, self._num_rows, self._noted = 0, [], [], 0, None
         self._timed, self._more = None, 0
         self._told(self._of, outcome)
 
@@ -218,8 +224,11 @@ class Pacing:
         self._last += time.perf_counter() - begun
 
 
-def _outcome(rows: np.ndarray, num_steps: int) -> Outcome:
-    """One step's rows, reached and accepted by depth, or those of several: rows [n, columns] int32 that were alive on entry; none at S = 0."""
+def _outcome(rows: np.ndarray, num_steps: int, back: np.ndarray | None = None) -> Outcome:
+    """One step's rows, reached and accepted by depth, or those of several: rows [n, columns] int32 that were alive on entry; none at S = 0.
+
+    ``back`` [n] int32: how many rows before each lies the same one, a step earlier; 0 for nowhere.
+    """
     if not num_steps:
         return Outcome(1)
     stopped = [0] * (2 * num_steps + 2)  # rows by accepted drafts, and by whether there was one more to try
@@ -235,4 +244,20 @@ def _outcome(rows: np.ndarray, num_steps: int) -> Outcome:
         beyond += stopped[2 * depth] + stopped[2 * depth + 1]
         accepted[depth - 1] = beyond
         reached[depth - 1] = beyond + stopped[2 * depth - 1]
-    return Outcome(1, beyond + stopped[0] + stopped[1], reached, accepted)
+    return Outcome(1, beyond + stopped[0] + stopped[1], reached, accepted, () if back is None else _pairs(rows[:PAIRED], back[:PAIRED]))
+
+
+def _pairs(rows: np.ndarray, back: np.ndarray) -> tuple[int, int, int, int]:
+    """Of the rows that were alive in two steps, one after the other: how many, the sum of the drafts accepted in both, of the squares, of the
+    products."""
+    if len(rows) <= FEW:
+        kept, found = rows.tolist(), enumerate(back.tolist())
+        pairs = [(kept[i - far], kept[i]) for i, far in found if far and kept[i][ALIVE] and kept[i - far][ALIVE]]
+        some = [(before[ACCEPTED], after[ACCEPTED]) for before, after in pairs]
+        return len(some), sum(a + b for a, b in some), sum(a * a + b * b for a, b in some), sum(a * b for a, b in some)
+    later = np.flatnonzero(back)
+    accepted = np.where(rows[:, ALIVE] > 0, rows[:, ACCEPTED], -1)
+    x, y = accepted[later - back[later]], accepted[later]
+    both = np.minimum(x, y) >= 0
+    x, y = x[both].astype(float), y[both].astype(float)
+    return len(x), int(x.sum() + y.sum()), int(x @ x + y @ y), int(x @ y)
