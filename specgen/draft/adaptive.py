@@ -29,6 +29,7 @@ TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
 GAIN = 1.01  # how much better a choice must be to replace the current one
 SURE_GAIN = 1.1  # ... when it has never been timed here
 LATER, RARELY = 4, 16  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
+LOST = 0.25  # of a step in force is lost in each step of a look, at the least: it takes the host two more choices, and what they are told
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
 
@@ -205,7 +206,7 @@ class AdaptiveController:
         for steps, weight in wanted:
             # A cost that is out of proportion was measured in a bad moment: a step grows no faster than the tokens it drafts and verifies.
             there = min(costs[steps], now * max(1.0, (steps + 1) / (place.home + 1)))
-            loss = max(0.05 * now, there - now * tokens[steps] / tokens[place.home])
+            loss = max(LOST * now, there - now * tokens[steps] / tokens[place.home])
             rare = place.rare.get(steps, 1)
             price = min(weight, rare) * BURST * loss + (0.0 if steps in timed else self.capture_s)
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
