@@ -365,6 +365,9 @@ def test_a_merge_refuses_what_does_not_belong_together_and_writes_nothing(tmp_pa
     make_run(tmp_path / "h", done(8))
     write_json(tmp_path / "h" / "environment.json", environment_record(config, {"target": {"weights": ["other"]}}))
     (tmp_path / "f" / "stats.json").unlink()
+    make_run(tmp_path / "i", done(9), done(10), config=config)
+    lines = (tmp_path / "i" / "generations.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "i" / "generations.jsonl").write_bytes(lines[0] + lines[1].replace(b'"index":10', b'"index":"10"'))
     cases: list[tuple[str, type[Exception], str]] = [
         ("b", DataError, r"row \(index 1, sample 0\) stands in .*a and .*b; merge shards that do not overlap"),
         ("c", ConfigError, r"are not shards of one job: sampling.seed: 0 -> 1"),
@@ -372,6 +375,7 @@ def test_a_merge_refuses_what_does_not_belong_together_and_writes_nothing(tmp_pa
         ("e", DataError, r"e holds 1 whole rows but its stats.json counts 2; finish it with resume="),
         ("h", ConfigError, r"are not shards of one job: their models in environment\.json differ"),
         ("f", DataError, "stats.json does not exist; the run has not ended"),
+        ("i", DataError, r"i/generations\.jsonl line 2 is not a row that specgen wrote \('index' is not a whole number\); remove it"),
     ]
     for name, kind, message in cases:
         with pytest.raises(kind, match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from specgen.errors import DataError
 from specgen.report.attempts import append_attempt, read_attempts
 from specgen.report.disk import AS_TEXT, NONFINITE, FolderLock
-from specgen.report.resume import open_for_resume
+from specgen.report.resume import ALWAYS, COUNTED, KINDS, open_for_resume
 from specgen.report.stats import load_rows
 from specgen.report.writer import RunWriter, holds_results, row_of
 from specgen.types import Completion, Counts, Prompt
@@ -228,6 +229,32 @@ def test_damage_before_the_last_line_is_named_not_dropped(tmp_path: Path) -> Non
     (tmp_path / NAME).write_bytes(b'{"id": 1}\n')
     with pytest.raises(DataError, match="line 1 is not a row that specgen wrote"):
         open_for_resume(tmp_path)
+
+
+WRONG = [None, 5, -1, 1.5, True, "x", [], ["x"], {}, {"a": 1}, 10**30]
+
+
+@pytest.mark.parametrize("name", sorted(KINDS))
+def test_a_row_whose_field_is_missing_or_of_another_kind_is_named_before_anything_is_done(name: str, tmp_path: Path) -> None:
+    """What is taken is of the kind that is written there."""
+    write(tmp_path, done(0), done(1))
+    first, second, *_ = lines_of(tmp_path)
+    taken = []
+    for value in WRONG:
+        (tmp_path / NAME).write_bytes(json.dumps({**json.loads(first), name: value}).encode() + b"\n" + second + b"\n")
+        try:
+            assert len(open_for_resume(tmp_path)) == 2
+            taken.append(value)
+        except DataError as error:
+            assert re.search(rf"line 1 is not a row that specgen wrote \('{name}'.*\); remove it and the row is redone", str(error))
+    assert all(type(value) in KINDS[name] for value in taken)
+    assert name not in COUNTED or taken == [5]
+    (tmp_path / NAME).write_bytes(json.dumps({key: value for key, value in json.loads(first).items() if key != name}).encode() + b"\n")
+    if name in ALWAYS:
+        with pytest.raises(DataError, match=f"line 1 is not a row that specgen wrote \\('{name}' is missing\\)"):
+            open_for_resume(tmp_path)
+    else:
+        assert len(open_for_resume(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(

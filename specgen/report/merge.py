@@ -16,7 +16,7 @@ from specgen.pasting import setting
 from specgen.report import parquet
 from specgen.report.disk import FolderLock, read_json, storage_error, understood, write_json
 from specgen.report.environment import ENVIRONMENT_NAME, differences
-from specgen.report.resume import ROWS_NAME, Key, holds_results, read_lines, rows_format
+from specgen.report.resume import ROWS_NAME, Key, holds_results, key_of, read_lines, rows_format
 from specgen.report.stats import STATS_NAME, build_stats, load_rows, load_stats, write_stats
 from specgen.report.table import terminal_table
 
@@ -112,11 +112,12 @@ def _order(dirs: Sequence[Path], form: str) -> list[Place]:
     for run, folder in enumerate(dirs):
         if form == "parquet":
             for file, path in enumerate(parquet.parts(folder)):
-                places += [(row["index"], row["sample"], run, file, i) for i, row in enumerate(parquet.read_part(path))]
+                places += [(*key_of(row, str(path)), run, file, i) for i, row in enumerate(parquet.read_part(path))]
             continue
         offset = 0
-        for _, line, row in read_lines(folder / ROWS_NAME) if (folder / ROWS_NAME).exists() else ():
-            places.append((row["index"], row["sample"], run, 0, offset))
+        path = folder / ROWS_NAME
+        for number, line, row in read_lines(path) if path.exists() else ():
+            places.append((*key_of(row, f"{path} line {number}"), run, 0, offset))
             offset += len(line)
     places.sort()
     last: tuple[Key, int] | None = None

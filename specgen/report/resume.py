@@ -24,6 +24,27 @@ ROWS_NAME = "generations.jsonl"
 STATS_NAME = "stats.json"
 Key = tuple[int, int]  # (index, sample)
 
+# What the fields of a row are that anything reads after it was written, and which of them no row lacks.
+KINDS: dict[str, tuple[type, ...]] = {
+    "id": (str, int),
+    "index": (int,),
+    "sample": (int,),
+    "prompt": (str,),
+    "text": (str,),
+    "token_ids": (list,),
+    "finish_reason": (str,),
+    "stop_reason": (str, int, type(None)),
+    "error": (dict, type(None)),
+    "prompt_tokens": (int,),
+    "output_tokens": (int,),
+    "counts": (dict,),
+    "meta": (dict, type(None)),
+    "turns": (list, type(None)),
+}
+COUNTED = ("index", "sample", "prompt_tokens", "output_tokens")
+ALWAYS = KINDS.keys() - {"token_ids", "meta", "turns"}
+KIND_NAMES = {str: "a text", int: "a whole number", list: "a list", dict: "an object", type(None): "null"}
+
 
 def holds_results(folder: Path) -> bool:
     """True when ``folder`` holds the rows or statistics of a run, so that only a resume may write there."""
@@ -121,14 +142,36 @@ def open_for_resume(folder: Path, *, resume_errors: bool = False) -> Finished:
     return finished
 
 
+def key_of(row: dict[str, Any], place: str) -> Key:
+    """(index, sample) of a row that was read at ``place``. Raises DataError where something that every row has is missing or of another kind."""
+    fault = _fault(row)
+    if fault is not None:
+        raise DataError(f"{place} is not a row that specgen wrote ({fault}); remove it and the row is redone on resume")
+    return row["index"], row["sample"]
+
+
+def _fault(row: dict[str, Any]) -> str | None:
+    for name, kinds in KINDS.items():
+        if name not in row and name in ALWAYS:
+            return f"{name!r} is missing"
+        if name in row and type(row[name]) not in kinds:
+            return f"{name!r} is not {' or '.join(KIND_NAMES[kind] for kind in kinds)}"
+    for name in COUNTED:
+        if not 0 <= row[name] < 2**63:
+            return f"{name!r} is out of range"
+    if (row["finish_reason"] == "error") != (row["error"] is not None):
+        return "'error' is there when finish_reason is error, and only then"
+    turns = row.get("turns")
+    if turns and not (isinstance(turns[0], dict) and type(turns[0].get("prompt_tokens")) is int):
+        return "'turns' lacks the prompt_tokens of the first"
+    return None
+
+
 def _stored(row: dict[str, Any], place: str) -> tuple[Key, Stored]:
-    try:
-        is_error, turns = row["finish_reason"] == "error", row.get("turns")
-        prompt_digest = None if is_error or turns else digest(row["prompt"])
-        first = turns[0]["prompt_tokens"] if turns and not is_error else None
-        return (int(row["index"]), int(row["sample"])), Stored(row["id"], is_error, prompt_digest, first)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{place} is not a row that specgen wrote ({error} is missing); remove it and the row is redone") from error
+    key = key_of(row, place)
+    is_error, turns = row["finish_reason"] == "error", row.get("turns")
+    first = turns[0]["prompt_tokens"] if turns and not is_error else None
+    return key, Stored(row["id"], is_error, None if is_error or turns else digest(row["prompt"]), first)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
