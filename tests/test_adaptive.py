@@ -310,10 +310,8 @@ def test_the_controller_is_told_of_every_step_what_its_rows_did(overlap: int) ->
     result = drive(engine, requests_of(PROMPTS, SamplingParams(max_tokens=32)))
     engine.adaptive_report()
     drafted = [outcome for choice, outcome in script.told if choice.num_steps]
-    for name in ("reached", "accepted"):
-        told = [sum(values) for values in itertools.zip_longest(*(getattr(o, name) for o in drafted), fillvalue=0)]
-        counted = [sum(values) for values in itertools.zip_longest(*(getattr(r.counts, name) for r in result.requests), fillvalue=0)]
-        assert told == counted
+    told = [sum(values) for values in itertools.zip_longest(*(o.accepted for o in drafted), fillvalue=0)]
+    assert told == [sum(values) for values in itertools.zip_longest(*(r.counts.accepted for r in result.requests), fillvalue=0)]
     assert sum(o.rows for o in drafted) == sum(r.counts.verify_steps for r in result.requests)
     assert all(outcome.steps == 1 for _, outcome in script.told)
     chosen = [choice.num_steps for choice, _ in script.told]
@@ -626,10 +624,9 @@ def test_a_choice_holds_for_its_run_or_until_the_bucket_changes_and_every_step_i
     runs = itertools.groupby(script.told, lambda told: told[0])
     told = [(choice.bucket, choice.num_steps, sum(outcome.steps for _, outcome in group)) for choice, group in runs]
     assert sum(told, ()) == sum(expected, ())
-    for name in ("reached", "accepted"):
-        columns = itertools.zip_longest(*(getattr(o, name) for _, o in script.told), fillvalue=0)
-        counted = itertools.zip_longest(*(getattr(r.counts, name) for r in result.requests), fillvalue=0)
-        assert [sum(values) for values in columns] == [sum(values) for values in counted]
+    columns = itertools.zip_longest(*(o.accepted for _, o in script.told), fillvalue=0)
+    counted = itertools.zip_longest(*(r.counts.accepted for r in result.requests), fillvalue=0)
+    assert [sum(values) for values in columns] == [sum(values) for values in counted]
 
 
 def test_another_controller_chooses_the_next_step_and_is_not_told_of_those_before() -> None:
@@ -708,7 +705,7 @@ class Device:
                 times = [o.seconds for o in outcomes]
                 hosts = [seconds for o in outcomes for seconds in o.hosts]
                 pairs = sums("pairs") if all(o.pairs for o in outcomes) else ()
-                counts = sum(o.rows for o in outcomes), sums("reached"), sums("accepted"), pairs
+                counts = sum(o.rows for o in outcomes), sums("accepted"), pairs
                 whole = Outcome(len(times), *counts, sum(times), len(times), times, hosts)
             self.controller.stepped(choice, whole)
 
@@ -717,16 +714,15 @@ class Device:
         caught_up, self.away = self.away and steps > 0, steps == 0
         capture = 0.0 if (bucket, steps) in self.captured else self.capture_s
         self.captured.add((bucket, steps))
-        reached, accepted = [0] * steps, [0] * steps
+        accepted = [0] * steps
         for _ in range(bucket if steps else 0):
             for depth in range(steps):
-                reached[depth] += 1
                 if self.random.random() >= self.rates[depth]:
                     break
                 accepted[depth] += 1
         seconds = self.cost(bucket, steps) * self.random.uniform(0.98, 1.02) + capture + (0.5 + self.launch) * self.cost(bucket, 0) * caught_up
         times = () if capture or caught_up else (seconds,)
-        return Outcome(1, bucket if steps else 0, reached, accepted, (), seconds, 1, times, caught_up=caught_up, capture_s=capture)
+        return Outcome(1, bucket if steps else 0, accepted, (), seconds, 1, times, caught_up=caught_up, capture_s=capture)
 
 
 def speed(cost: Callable[[int, int], float], rates: Sequence[float], bucket: int, steps: int) -> float:
@@ -753,15 +749,15 @@ def test_steps_told_together_count_as_if_they_had_come_one_by_one() -> None:
     for rows in (1, 8, 64, 256, 20_000, 10_000_000):
         together, apart = Acceptance(2), Acceptance(2)
         for _ in range(40):
-            together.add(32, 32 * rows, [32 * rows, 16 * rows], [16 * rows, 4 * rows], 2)
+            together.add(32, 32 * rows, [16 * rows, 4 * rows], 2)
             for _ in range(32):
-                apart.add(1, rows, [rows, rows // 2], [rows // 2, rows // 8], 2)
-        for mine, one_by_one in ((together.reached, apart.reached), (together.accepted, apart.accepted)):
+                apart.add(1, rows, [rows // 2, rows // 8], 2)
+        for mine, one_by_one in ((together.came, apart.came), (together.accepted, apart.accepted)):
             if rows in (8, 64, 256):
                 assert mine == pytest.approx(one_by_one, rel=0.08)
         worth = max(512, 64 * rows)
-        assert together.reached[0] == pytest.approx(worth * -math.expm1(-40 * 32 * rows / worth), rel=0.01)
-        assert together.expected(2)[-1] == pytest.approx(1 + 0.5 + 0.125, rel=0.02)
+        assert together.came[0] == pytest.approx(worth * -math.expm1(-40 * 32 * rows / worth), rel=0.01)
+        assert together.expected()[-1] == pytest.approx(1 + 0.5 + 0.125, rel=0.02)
 
 
 def test_the_beginning_of_all_rows_of_a_wide_batch_does_not_turn_the_draft_off() -> None:

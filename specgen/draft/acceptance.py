@@ -21,21 +21,23 @@ UNLIKE = 64  # pairs of steps that are nothing alike, counted before any
 
 
 class Acceptance:
-    """Conditional acceptance by depth, with exponential forgetting. Depths no draft reached lately fade towards the rate of the depth before.
+    """Conditional acceptance by depth, with exponential forgetting. Depths no draft came to lately fade towards the rate of the depth before.
+
+    A step comes to a depth when it accepted the depth before; one without a draft there (prompt lookup found nothing, a tree was cut) accepts none.
 
     Kept as sums in units that grow by e every ``HORIZON`` row steps (or ``STEPS`` steps): a new observation costs one addition a depth, and nothing
     old is touched.
     """
 
     def __init__(self, depths: int) -> None:
-        self._reached, self._accepted, self._unit = [0.0] * depths, [0.0] * depths, 1.0
+        self._came, self._accepted, self._unit = [0.0] * depths, [0.0] * depths, 1.0
         self._rows, self._under = 0.0, 0.0  # row steps, and their num_steps in force, summed
         self._steps = 0
 
     @property
-    def reached(self) -> list[float]:
-        """Row steps that reached each depth, forgotten ones taken off."""
-        return [value / self._unit for value in self._reached]
+    def came(self) -> list[float]:
+        """Row steps that came to each depth, forgotten ones taken off."""
+        return [value / self._unit for value in self._came]
 
     @property
     def accepted(self) -> list[float]:
@@ -47,9 +49,10 @@ class Acceptance:
         """The num_steps in force, on average over the row steps."""
         return self._under / self._rows if self._rows else 0.0
 
-    def add(self, steps: int, rows: int, reached: Sequence[int], accepted: Sequence[int], under: int) -> None:
-        """Count ``rows`` row steps of ``steps`` steps. Those told together fade against each other as if they had come one by one, in an order that
-        nobody knows. ``under``: the num_steps in force, which decides what rows the steps are of."""
+    def add(self, steps: int, rows: int, accepted: Sequence[int], under: int) -> None:
+        """Count ``rows`` row steps of ``steps`` steps; ``accepted``: those of them whose draft was accepted, by depth. Those told together fade
+        against each other as if they had come one by one, in an order that nobody knows. ``under``: the num_steps in force, which decides what rows
+        the steps are of."""
         told = min(rows / HORIZON, steps / STEPS)
         past = min(told, 100.0)
         unit = self._unit = self._unit * math.exp(past)
@@ -57,48 +60,49 @@ class Acceptance:
         self._steps += steps
         self._rows += rows * weight
         self._under += under * rows * weight
-        mine, yes = self._reached, self._accepted
-        for depth, r in enumerate(reached):
-            mine[depth] += r * weight
-            yes[depth] += accepted[depth] * weight
+        came = rows
+        for depth, number in enumerate(accepted):
+            self._came[depth] += came * weight
+            self._accepted[depth] += number * weight
+            came = number
         if unit > 1e100:
             self._scale(1.0)
 
     def soften(self) -> None:
         """Let the past count no more than ``SOFT`` row steps, so that a few new ones can change it."""
-        reached = self._reached[0] / self._unit if self._reached else 0.0
-        if reached > SOFT:
-            self._scale(SOFT / reached)
+        rows = self._rows / self._unit
+        if rows > SOFT:
+            self._scale(SOFT / rows)
 
     def _scale(self, keep: float) -> None:
         factor = keep / self._unit
-        self._reached, self._accepted = [r * factor for r in self._reached], [a * factor for a in self._accepted]
+        self._came, self._accepted = [c * factor for c in self._came], [a * factor for a in self._accepted]
         self._rows, self._under, self._unit = self._rows * factor, self._under * factor, 1.0
 
     @property
     def optimism(self) -> float:
         """By how much drafts may turn out to be accepted more often: (a + its standard error) / a of the first depth. The rows of a step are not
         independent, they may all be at their beginning: at first a step counts as one observation."""
-        reached = self._reached[0] / self._unit + 1
-        rate = (self._accepted[0] / self._unit + 0.5) / reached
-        return 1 + math.sqrt((1 - rate) / (rate * min(reached, self._steps + 1)))
+        rows = self._rows / self._unit + 1
+        rate = (self._accepted[0] / self._unit + 0.5) / rows
+        return 1 + math.sqrt((1 - rate) / (rate * min(rows, self._steps + 1)))
 
-    def chances(self, most: int) -> list[float]:
-        """The chance that 0 .. ``most`` drafts of a step are accepted: the products of the rates. Each rate has the one before as its prior."""
+    def _chances(self) -> list[float]:
+        """The chance that a step accepts at least 0, 1, 2, ... drafts: the products of the rates. Each rate has the one before as its prior."""
         found, rate, unit = [1.0], 0.5, self._unit
-        for reached, accepted in zip(self._reached[:most], self._accepted[:most], strict=True):
-            rate = (accepted / unit + rate) / (reached / unit + 1)
+        for came, accepted in zip(self._came, self._accepted, strict=True):
+            rate = (accepted / unit + rate) / (came / unit + 1)
             found.append(found[-1] * rate)
         return found
 
-    def expected(self, most: int, alike: float = 0.0) -> list[float]:
-        """Tokens that a row commits in a step of each num_steps 0 .. ``most``, were it in force.
+    def expected(self, alike: float = 0.0) -> list[float]:
+        """Tokens that a row commits in a step of each num_steps 0, 1, 2, ..., were it in force.
 
         ``alike``: the correlation of a row's steps. At 0 they are a sample of the text: 1 + the sum of the chances. At 1 a step says how far each
         step of its row is accepted, j drafts: at u in force a row is seen in proportion to 1 / (min(j, u) + 1) of its text, so that over the steps
         S gives E[min(j, u) + 1] / E[(min(j, u) + 1) / (min(j, S) + 1)]. Both are exact at S = u.
         """
-        chances = self.chances(most)
+        chances = self._chances()
         totals, total = [], 0.0
         for chance in chances:
             total += chance

@@ -52,9 +52,9 @@ class Choice(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; reached and accepted: of them, by depth;
-    at S = 0 none are counted. ``pairs``: of two steps of a row, one after the other, how many there were, the sum of the drafts both accepted, of the
-    squares of those, and of the products; empty where none were looked for.
+    """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; accepted: those of them whose draft was
+    accepted, by depth; at S = 0 none are counted. ``pairs``: of two steps of a row, one after the other, how many there were, the sum of the drafts
+    both accepted, of the squares of those, and of the products; empty where none were looked for.
 
     seconds: of the ``timed`` steps. ``times``: of some that are the plain cost of such a step, each. ``hosts``: what the host alone took for some,
     where it works beside the device. ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it that went into a graph
@@ -63,7 +63,6 @@ class Outcome:
 
     steps: int
     rows: int = 0
-    reached: Sequence[int] = ()
     accepted: Sequence[int] = ()
     pairs: Sequence[int] = ()
     seconds: float = 0.0
@@ -129,7 +128,7 @@ class AdaptiveController:
     @property
     def tokens(self) -> list[float]:
         """What a row is expected to commit in a step of each S."""
-        return self.acceptance.expected(self.max_steps, self.likeness.alike)
+        return self.acceptance.expected(self.likeness.alike)
 
     @property
     def catch_up_s(self) -> float:
@@ -247,7 +246,7 @@ class AdaptiveController:
             self.capture_s = outcome.capture_s
         if choice.num_steps and outcome.rows:
             under = choice.num_steps if place is None else place.home
-            self.acceptance.add(outcome.steps, outcome.rows, outcome.reached, outcome.accepted, under)
+            self.acceptance.add(outcome.steps, outcome.rows, outcome.accepted, under)
             self.likeness.add(choice.num_steps, outcome.pairs)
         if not outcome.timed:
             return

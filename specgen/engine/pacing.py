@@ -21,13 +21,13 @@ from specgen.draft.base import Drafter
 from specgen.engine.batch import Batch
 from specgen.engine.flight import InFlight
 from specgen.engine.graphs import StepGraphs, below, bucket_of, context_of
-from specgen.kernels.reference_step import ACCEPTED, ALIVE, CHILD_AT_END
+from specgen.kernels.reference_step import ACCEPTED, ALIVE
 
 FEW = 8  # rows that a loop counts sooner than numpy does
 UNTOLD_STEPS = 64  # so many are kept until they are told
 TIMES = 16  # steps of a run that are timed until they are told: what the rest take is not worth a look at every step
 HOST_TIMES = 8  # of the host are taken until they are told
-PAIRED = 256  # rows of a run are compared with the step before until they are told
+PAIRED = 256  # rows of a run are compared with the step before until they are told, but four steps of a wide batch
 
 
 class Controller(Protocol):
@@ -225,36 +225,35 @@ class Pacing:
 
 
 def _outcome(rows: np.ndarray, num_steps: int, back: np.ndarray | None = None) -> Outcome:
-    """One step's rows, reached and accepted by depth, or those of several: rows [n, columns] int32 that were alive on entry; none at S = 0.
+    """What came of one step's rows, or of those of several: rows [n, columns] int32 that were alive on entry; none are counted at S = 0.
 
     ``back`` [n] int32: how many rows before each lies the same one, a step earlier; 0 for nowhere.
     """
     if not num_steps:
         return Outcome(1)
-    stopped = [0] * (2 * num_steps + 2)  # rows by accepted drafts, and by whether there was one more to try
+    stopped = [0] * (num_steps + 1)  # rows by accepted drafts
     if len(rows) <= FEW:
         for row in rows.tolist():
-            if row[ALIVE]:
-                stopped[2 * row[ACCEPTED] + (row[CHILD_AT_END] > 0)] += 1
+            stopped[row[ACCEPTED]] += row[ALIVE] > 0
     else:
-        places = (2 * rows[:, ACCEPTED] + (rows[:, CHILD_AT_END] > 0))[rows[:, ALIVE] > 0]
-        stopped = np.bincount(places, minlength=len(stopped)).tolist()
-    reached, accepted, beyond = [0] * num_steps, [0] * num_steps, 0
+        stopped = np.bincount(rows[:, ACCEPTED][rows[:, ALIVE] > 0], minlength=len(stopped)).tolist()
+    accepted, beyond = [0] * num_steps, 0
     for depth in range(num_steps, 0, -1):
-        beyond += stopped[2 * depth] + stopped[2 * depth + 1]
+        beyond += stopped[depth]
         accepted[depth - 1] = beyond
-        reached[depth - 1] = beyond + stopped[2 * depth - 1]
-    return Outcome(1, beyond + stopped[0] + stopped[1], reached, accepted, () if back is None else _pairs(rows[:PAIRED], back[:PAIRED]))
+    return Outcome(1, beyond + stopped[0], accepted, () if back is None else _pairs(rows, back))
 
 
 def _pairs(rows: np.ndarray, back: np.ndarray) -> tuple[int, int, int, int]:
-    """Of the rows that were alive in two steps, one after the other: how many, the sum of the drafts accepted in both, of the squares, of the
+    """Of rows that were alive in two steps, one after the other: how many, the sum of the drafts accepted in both, of their squares, of the
     products."""
     if len(rows) <= FEW:
         kept, found = rows.tolist(), enumerate(back.tolist())
         pairs = [(kept[i - far], kept[i]) for i, far in found if far and kept[i][ALIVE] and kept[i - far][ALIVE]]
         some = [(before[ACCEPTED], after[ACCEPTED]) for before, after in pairs]
         return len(some), sum(a + b for a, b in some), sum(a * a + b * b for a, b in some), sum(a * b for a, b in some)
+    most = max(PAIRED, 4 * int(back.max()))
+    rows, back = rows[:most], back[:most]
     later = np.flatnonzero(back)
     accepted = np.where(rows[:, ALIVE] > 0, rows[:, ACCEPTED], -1)
     x, y = accepted[later - back[later]], accepted[later]
