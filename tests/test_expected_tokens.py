@@ -100,9 +100,14 @@ def test_what_is_remembered_stays_finite_however_long_a_job_is() -> None:
 # -- how alike ----------------------------------------------------------------------------------------------------------------------------------
 
 
+def sums_of(pairs: Sequence[tuple[int, int]]) -> tuple[int, int, int, int]:
+    """What is told of pairs of steps: how many, the sum of both, of both squared, of the products."""
+    return len(pairs), sum(a + b for a, b in pairs), sum(a * a + b * b for a, b in pairs), sum(a * b for a, b in pairs)
+
+
 def pairs_of(steps: Sequence[int]) -> tuple[int, int, int, int]:
-    both = list(itertools.pairwise(steps))
-    return len(both), sum(a + b for a, b in both), sum(a * a + b * b for a, b in both), sum(a * b for a, b in both)
+    """What is told of a row's successive steps."""
+    return sums_of([*itertools.pairwise(steps)])
 
 
 def test_the_steps_of_a_row_are_as_alike_as_they_correlate() -> None:
@@ -163,11 +168,9 @@ def test_pairs_are_two_steps_of_a_row_that_lived_in_both(batch: int, steps: int)
             back[i] = batch * same
             if same and rows[i, ALIVE] and rows[i - batch, ALIVE] and i < max(PAIRED, 4 * batch):
                 expected.append((int(rows[i - batch, ACCEPTED]), int(rows[i, ACCEPTED])))
-    x, y = [a for a, _ in expected], [b for _, b in expected]
-    products = sum(a * b for a, b in expected)
     told = _outcome(rows, 3, back)
-    assert tuple(told.pairs) == (len(x), sum(x) + sum(y), sum(a * a for a in x + y), products)
-    assert len(x) > 0 or batch * steps < 4
+    assert tuple(told.pairs) == sums_of(expected)
+    assert expected or batch * steps < 4
     alive = [int(row[ACCEPTED]) for row in rows if row[ALIVE]]
     assert (told.rows, list(told.accepted)) == (len(alive), by_depth(alive, 3))
     assert _outcome(rows, 3).pairs == () == _outcome(rows, 0, back).pairs
@@ -206,8 +209,7 @@ def test_an_engine_tells_of_the_pairs_of_its_rows(overlap: int) -> None:
         if before[ALIVE] and after[ALIVE]
     ]
     told = [sum(column) for column in zip(*(outcome.pairs for _, outcome in script.told if outcome.pairs), strict=True)]
-    squares = sum(a * a + b * b for a, b in pairs)
-    assert told == [len(pairs), sum(a + b for a, b in pairs), squares, sum(a * b for a, b in pairs)] and len(pairs) > 60 and squares > 0
+    assert told == [*sums_of(pairs)] and len(pairs) > 60 and told[2] > 0
 
 
 class Texts(Device):
@@ -238,7 +240,7 @@ class Texts(Device):
         if steps:
             outcome.accepted = by_depth(accepted, steps)
             both = [*zip(self.before[1], accepted, strict=True)] if self.before and self.before[0] == steps else []
-            outcome.pairs = len(both), sum(a + b for a, b in both), sum(a * a + b * b for a, b in both), sum(a * b for a, b in both)
+            outcome.pairs = sums_of(both)
         self.before = None if ended or not steps else (steps, accepted)
         return outcome
 

@@ -31,12 +31,12 @@ class Acceptance:
 
     def __init__(self, depths: int) -> None:
         self._came, self._accepted, self._unit = [0.0] * depths, [0.0] * depths, 1.0
-        self._rows, self._under = 0.0, 0.0  # row steps, and their num_steps in force, summed
+        self._under = 0.0  # the num_steps in force, summed over the row steps
         self._steps = 0
 
     @property
     def came(self) -> list[float]:
-        """Row steps that came to each depth, forgotten ones taken off."""
+        """Row steps that came to each depth, forgotten ones taken off: all to the first."""
         return [value / self._unit for value in self._came]
 
     @property
@@ -47,7 +47,7 @@ class Acceptance:
     @property
     def under(self) -> float:
         """The num_steps in force, on average over the row steps."""
-        return self._under / self._rows if self._rows else 0.0
+        return self._under / self._came[0] if self._came[0] else 0.0
 
     def add(self, steps: int, rows: int, accepted: Sequence[int], under: int) -> None:
         """Count ``rows`` row steps of ``steps`` steps; ``accepted``: those of them whose draft was accepted, by depth. Those told together fade
@@ -58,7 +58,6 @@ class Acceptance:
         unit = self._unit = self._unit * math.exp(past)
         weight = unit * -math.expm1(-past) / told
         self._steps += steps
-        self._rows += rows * weight
         self._under += under * rows * weight
         came = rows
         for depth, number in enumerate(accepted):
@@ -70,28 +69,28 @@ class Acceptance:
 
     def soften(self) -> None:
         """Let the past count no more than ``SOFT`` row steps, so that a few new ones can change it."""
-        rows = self._rows / self._unit
+        rows = self.came[0]
         if rows > SOFT:
             self._scale(SOFT / rows)
 
     def _scale(self, keep: float) -> None:
         factor = keep / self._unit
         self._came, self._accepted = [c * factor for c in self._came], [a * factor for a in self._accepted]
-        self._rows, self._under, self._unit = self._rows * factor, self._under * factor, 1.0
+        self._under, self._unit = self._under * factor, 1.0
 
     @property
     def optimism(self) -> float:
         """By how much drafts may turn out to be accepted more often: (a + its standard error) / a of the first depth. The rows of a step are not
         independent, they may all be at their beginning: at first a step counts as one observation."""
-        rows = self._rows / self._unit + 1
-        rate = (self._accepted[0] / self._unit + 0.5) / rows
+        rows = self.came[0] + 1
+        rate = (self.accepted[0] + 0.5) / rows
         return 1 + math.sqrt((1 - rate) / (rate * min(rows, self._steps + 1)))
 
     def _chances(self) -> list[float]:
         """The chance that a step accepts at least 0, 1, 2, ... drafts: the products of the rates. Each rate has the one before as its prior."""
-        found, rate, unit = [1.0], 0.5, self._unit
-        for came, accepted in zip(self._came, self._accepted, strict=True):
-            rate = (accepted / unit + rate) / (came / unit + 1)
+        found, rate = [1.0], 0.5
+        for came, accepted in zip(self.came, self.accepted, strict=True):
+            rate = (accepted + rate) / (came + 1)
             found.append(found[-1] * rate)
         return found
 
@@ -107,7 +106,7 @@ class Acceptance:
         for chance in chances:
             total += chance
             totals.append(total)
-        if not alike or not self._rows:
+        if not alike or not self._came[0]:
             return totals
         under = self.under
         text = [(chance - beyond) * (min(j, under) + 1) for j, (chance, beyond) in enumerate(zip(chances, [*chances[1:], 0.0], strict=True))]

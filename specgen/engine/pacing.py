@@ -27,7 +27,7 @@ FEW = 8  # rows that a loop counts sooner than numpy does
 UNTOLD_STEPS = 64  # so many are kept until they are told
 TIMES = 16  # steps of a run that are timed until they are told: what the rest take is not worth a look at every step
 HOST_TIMES = 8  # of the host are taken until they are told
-PAIRED = 256  # rows of a run are compared with the step before until they are told, but four steps of a wide batch
+PAIRED = 256  # rows of a run, or four steps where they have more, are compared with the step before until they are told
 
 
 class Controller(Protocol):
