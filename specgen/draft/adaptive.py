@@ -28,7 +28,8 @@ PROBE_SHARE = 0.005  # of the time may be lost to probing from S = 0
 TRIAL = 64  # steps after leaving S = 0 whose losses still count as the probe's
 GAIN = 1.01  # how much better a choice must be to replace the current one
 SURE_GAIN = 1.1  # ... when it has never been timed here
-LATER, RARELY = 4, 16  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
+LATER, RARELY = 8, 32  # bursts that must have been earned for another look at a neighbour of the choice, and at the rest
+SELDOM = 4  # ... at first at the rest
 LOST = 0.25  # of a step in force is lost in each step of a look, at the least: it takes the host two more choices, and what they are told
 PATIENCE = 100  # an exploration may cost one part in so many of the time spent in its bucket
 FIRST_LOOK = 30  # ... and the first look at a draft from S = 0, where it may be better
@@ -52,9 +53,10 @@ class Choice(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps; accepted: those of them whose draft was
-    accepted, by depth; at S = 0 none are counted. ``pairs``: of two steps of a row, one after the other, how many there were, the sum of the drafts
-    both accepted, of the squares of those, and of the products; empty where none were looked for.
+    """What came of one step, or of ``steps`` of one choice together. rows: live rows, summed over the steps that were looked at, which of many rows
+    are not all; accepted: those of them whose draft was accepted, by depth; at S = 0 none are counted. ``pairs``: of two steps of a row, one after
+    the other, how many there were, the sum of the drafts both accepted, of the squares of those, and of the products; empty where none were looked
+    for.
 
     seconds: of the ``timed`` steps. ``times``: of some that are the plain cost of such a step, each. ``hosts``: what the host alone took for some,
     where it works beside the device. ``caught_up``: the drafter was brought up to date in it; ``capture_s``: seconds of it that went into a graph
@@ -154,10 +156,11 @@ class AdaptiveController:
                 view = self._view(key)
                 self._decide(place, view)
                 burst, steps, trial = self._explore(place, view)
-            if burst:
-                place.left, place.news = burst + 2, True  # decide once the last step of the burst is known
-                return Choice(bucket, context, steps, trial, burst - 1)
             calm = PERIOD if place.kept < FEW or self.trial_left else CALM
+            if burst:
+                # Decide once the last step of the burst is known, or, where it is not likely to change anything, with the next decision.
+                place.left, place.news = burst + (2 if trial or calm < CALM else CALM), True
+                return Choice(bucket, context, steps, trial, burst - 1)
             untimed = place.home == 0 and 0 not in self.costs.timed(key)
             place.left = calm if place.home or untimed else PLAIN
             place.news |= untimed  # its cost will be
@@ -166,7 +169,8 @@ class AdaptiveController:
         return Choice(bucket, context, place.home, trial, place.left - 1)
 
     def _view(self, key: Key) -> View:
-        tokens, costs = self.tokens, self.costs.all_costs(key, self.max_steps)
+        tokens = self.tokens
+        costs = self.costs.all_costs(key, tokens)
         return View(tokens, costs, [each / cost for each, cost in zip(tokens, costs, strict=True)], self.costs.timed(key))
 
     def _decide(self, place: Place, view: View) -> None:
@@ -206,7 +210,7 @@ class AdaptiveController:
             # A cost that is out of proportion was measured in a bad moment: a step grows no faster than the tokens it drafts and verifies.
             there = min(costs[steps], now * max(1.0, (steps + 1) / (place.home + 1)))
             loss = max(LOST * now, there - now * tokens[steps] / tokens[place.home])
-            rare = place.rare.get(steps, 1)
+            rare = place.rare.get(steps, 1 if weight < RARELY else SELDOM)
             price = min(weight, rare) * BURST * loss + (0.0 if steps in timed else self.capture_s)
             price += 0.0 if steps else max(self.catch_up_s, now)  # on the way back
             if place.seconds - place.looked.get(steps, 0.0) > PATIENCE * price or not self.costs.shaped or (steps == 0 and not self.costs.ever(0)):
@@ -251,23 +255,23 @@ class AdaptiveController:
         if not outcome.timed:
             return
         self.costs.add(choice.key, choice.num_steps, outcome.times, place is None or choice.num_steps == place.home)
-        self.costs.add_hosts(choice.bucket, outcome.hosts)
-        seconds = outcome.timed * self.costs.beside(choice.bucket, outcome.seconds / outcome.timed)
+        committed = 1 + sum(outcome.accepted) / (outcome.rows or 1)
+        self.costs.add_hosts(choice.bucket, outcome.hosts, committed)
+        seconds = outcome.timed * self.costs.beside(choice.bucket, outcome.seconds / outcome.timed, committed)
         spent.seconds += seconds
         if place is not None:
             place.seconds += seconds
-        self._pay(choice, outcome, seconds)
+        self._pay(choice, outcome, seconds, committed)
 
-    def _pay(self, choice: Choice, outcome: Outcome, seconds: float) -> None:
+    def _pay(self, choice: Choice, outcome: Outcome, seconds: float, committed: float) -> None:
         """Keep the probing budget: it grows with the time, a trial's loss against plain decoding is taken off, and two probes' price is the most."""
         self.credit += PROBE_SHARE * seconds
         if choice.trial:
-            tokens = outcome.timed * (1 + sum(outcome.accepted) / max(1, outcome.rows))
-            self.credit -= seconds - tokens * self.costs.cost(choice.key, 0)
+            self.credit -= seconds - outcome.timed * committed * self.costs.cost(choice.key, 0, [1.0])
         if outcome.caught_up and self.catch_ups is None:
             self.catch_ups = deque(maxlen=3)
         elif self.catch_ups is not None and outcome.caught_up and not outcome.capture_s:
-            self.catch_ups.append(max(0.0, seconds - self.costs.cost(choice.key, choice.num_steps)))
+            self.catch_ups.append(max(0.0, seconds - self.costs.cost(choice.key, choice.num_steps, self.tokens)))
         self.credit = min(self.credit, 2 * self.price)
 
     def report(self) -> list[dict[str, Any]]:
@@ -276,7 +280,7 @@ class AdaptiveController:
         rows, tokens = [], self.tokens
         for (bucket, steps), spent in sorted(self.spent.items()):
             key = bucket, spent.context
-            cost = self.costs.cost(key, steps) if steps in self.costs.timed(key) else None
+            cost = self.costs.cost(key, steps, tokens) if steps in self.costs.timed(key) else None
             rows.append(
                 {
                     "bucket": bucket,

@@ -6,7 +6,7 @@ Only a few steps are ever timed of a num_steps S that is not in force, and long 
 (another process, the clock of a hot GPU) slows every S, so the time of one S now does not compare with the time of another then. What is kept of an S
 is therefore its ratio to the pace of the steps around it, and the S in force tells the pace.
 
-Where the host works beside the device, a step takes the longer of the two, and the host takes about as long at every S.
+Where the host works beside the device, a step takes the longer of the two. The host takes the longer, the more tokens the step commits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ RECENT = 17  # times of the S in force that the pace is taken from
 FIRST = 9  # times of an S that came into force that go into its ratio
 PRIOR = 8  # times that what was known of a ratio counts beside new ones
 ENOUGH = 3  # times from which anything is taken at all
-HOSTS = 32  # times of the host that are kept; an eighth of them, the longest, do not count
+HOSTS = 32  # times of the host that are kept; an eighth of them, the longest, count as the longest of the rest
+HOST_TOKENS = 250  # tokens that the host takes as long to account for (append, find ends, give pages, begin other rows) as for the rest of a step
 Key = tuple[int, int]
 
 
@@ -69,26 +70,32 @@ class Pace:
 
 
 class Host:
-    """What the host takes for a step of one bucket beside the device: its last ``HOSTS`` times but the longest eighth, in seconds, in order."""
+    """What the host takes for a step of one bucket beside the device, from its last ``HOSTS`` times: seconds of a step that commits no token, in
+    order."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=HOSTS)
         self._sorted: list[float] = []
-        self._sums = [0.0]  # of the longest 0, 1, 2, ... of those that count
+        self._sums = [0.0]  # of the longest 0, 1, 2, ... of them
 
-    def add(self, seconds: Sequence[float]) -> None:
-        """Note times of steps."""
-        self._last.extend(seconds)
-        self._sorted = sorted(self._last)[: len(self._last) - len(self._last) // 8]
+    def add(self, seconds: Sequence[float], tokens: float) -> None:
+        """Note times of steps of so many tokens."""
+        share = _share(tokens)
+        self._last.extend([each / share for each in seconds])
+        known, longest = sorted(self._last), len(self._last) // 8
+        self._sorted = known[: len(known) - longest] + [known[-1 - longest]] * longest
         self._sums = [0.0, *itertools.accumulate(reversed(self._sorted))]
 
-    def beside(self, seconds: float) -> float:
-        """Seconds of a step that takes the device so long: the mean of the longer of the two."""
-        known = self._sorted
-        if not known:
-            return seconds
-        shorter = bisect(known, seconds)
-        return (shorter * seconds + self._sums[len(known) - shorter]) / len(known)
+    def beside(self, seconds: float, tokens: float) -> float:
+        """Seconds of a step that takes the device so long and commits so many tokens: the mean of the longer of the two."""
+        known, share = self._sorted, _share(tokens)
+        shorter = bisect(known, seconds / share)
+        return (shorter * seconds + share * self._sums[len(known) - shorter]) / len(known)
+
+
+def _share(tokens: float) -> float:
+    """How much longer the host takes for a step of so many tokens than for one of none."""
+    return 1 + tokens / HOST_TOKENS
 
 
 class Costs:
@@ -99,15 +106,16 @@ class Costs:
         self._paces: dict[Key, Pace] = {}
         self._hosts: dict[int, Host] = {}
 
-    def add_hosts(self, bucket: int, seconds: Sequence[float]) -> None:
-        """Note what the host took for steps of a bucket, where it works beside the device."""
+    def add_hosts(self, bucket: int, seconds: Sequence[float], tokens: float) -> None:
+        """Note what the host took for steps of a bucket in which a row commits so many tokens, where it works beside the device."""
         if seconds:
-            self._hosts.setdefault(bucket, Host()).add(seconds)
+            self._hosts.setdefault(bucket, Host()).add(seconds, bucket * tokens)
 
-    def beside(self, bucket: int, seconds: float) -> float:
-        """Seconds of a step of a bucket that takes the device so long: the same where the host does not work beside it."""
+    def beside(self, bucket: int, seconds: float, tokens: float) -> float:
+        """Seconds of a step of a bucket that takes the device so long, and in which a row commits so many tokens: the same where the host does not
+        work beside it."""
         host = self._hosts.get(bucket)
-        return seconds if host is None else host.beside(seconds)
+        return seconds if host is None else host.beside(seconds, bucket * tokens)
 
     def add(self, key: Key, num_steps: int, seconds: Sequence[float], in_force: bool) -> None:
         """Note the times of timed steps. The first step ever only warms up, and so may others: what is not a plain cost is not among ``seconds``.
@@ -140,25 +148,28 @@ class Costs:
         """Whether this S has been measured anywhere."""
         return any(num_steps in pace.ratios for pace in self._paces.values())
 
-    def cost(self, key: Key, num_steps: int) -> float:
-        """Measured or estimated seconds; with nothing measured in this key, those of the nearest one, or where there is none, a shape."""
+    def cost(self, key: Key, num_steps: int, tokens: Sequence[float]) -> float:
+        """Measured or estimated seconds; with nothing measured in this key, those of the nearest one, or where there is none, a shape. ``tokens``:
+        what a row commits in a step of each S up to ``num_steps``."""
         pace = self._paces.get(key)
         if pace is not None and num_steps in pace.ratios:
-            return self.beside(key[0], pace.ratios[num_steps] * pace.seconds)
-        return self.all_costs(key, num_steps)[num_steps]
+            return self.beside(key[0], pace.ratios[num_steps] * pace.seconds, tokens[num_steps])
+        return self.all_costs(key, tokens[: num_steps + 1])[num_steps]
 
-    def all_costs(self, key: Key, most: int) -> list[float]:
-        """``cost`` of 0 .. ``most`` steps."""
+    def all_costs(self, key: Key, tokens: Sequence[float]) -> list[float]:
+        """``cost`` of every S that ``tokens`` has."""
         known = self.known(key)
-        if not known:
-            shape = self._nearest_shape(key)
-            there = [_on_line(shape, steps) for steps in range(most + 1)]
-            return [self.beside(key[0], seconds) for seconds in there] if self.shaped else there
         if len(known) > 1:
-            return [self.beside(key[0], _on_line(known, steps)) for steps in range(most + 1)]
-        shape, ((timed, seconds),) = self._nearest_shape(key), known.items()
-        scale = seconds / _on_line(shape, timed)
-        return [self.beside(key[0], scale * _on_line(shape, steps)) for steps in range(most + 1)]
+            there = _on_lines(known, len(tokens))
+        else:
+            shape = self._nearest_shape(key)
+            there = _on_lines(shape, len(tokens))
+            if not known and not self.shaped:
+                return there
+            for timed, seconds in known.items():
+                scale = seconds / _on_lines(shape, timed + 1)[timed]
+                there = [scale * each for each in there]
+        return [self.beside(key[0], seconds, each) for seconds, each in zip(there, tokens, strict=True)]
 
     def _nearest_shape(self, key: Key) -> dict[int, float]:
         others = [(other, pace) for other, pace in self._paces.items() if len(pace.ratios) > 1]
@@ -174,14 +185,17 @@ def quartile(times: Iterable[float]) -> float:
     return ordered[len(ordered) // 4]
 
 
-def _on_line(known: dict[int, float], steps: int) -> float:
-    """The value at ``steps`` of the line through the two known points around or nearest to it; it never falls with S, nor below a quarter."""
-    if steps in known:
-        return known[steps]
-    points = sorted(sorted(known, key=lambda s: abs(s - steps))[:2])
-    below, above = [s for s in known if s < steps], [s for s in known if s > steps]
-    if below and above:
-        points = [max(below), min(above)]
-    low, high = points
-    slope = max(0.0, (known[high] - known[low]) / (high - low))
-    return max(known[low] + slope * (steps - low), 0.25 * known[low])
+def _on_lines(known: dict[int, float], count: int) -> list[float]:
+    """The values at 0 .. ``count`` - 1 of the lines through two neighbouring known points or, beyond them, the two nearest; none falls with S, nor
+    below a quarter of the smallest S's known."""
+    points, found, after = sorted(known), [], 1
+    for steps in range(count):
+        if steps in known:
+            found.append(known[steps])
+            continue
+        while after < len(points) - 1 and points[after] < steps:
+            after += 1
+        low, high = points[after - 1], points[after]
+        slope = max(0.0, (known[high] - known[low]) / (high - low))
+        found.append(max(known[low] + slope * (steps - low), 0.25 * known[low]))
+    return found

@@ -28,6 +28,7 @@ UNTOLD_STEPS = 64  # so many are kept until they are told
 TIMES = 16  # steps of a run that are timed until they are told: what the rest take is not worth a look at every step
 HOST_TIMES = 8  # of the host are taken until they are told
 PAIRED = 256  # rows of a run, or four steps where they have more, are compared with the step before until they are told
+MANY, SPARSE = 32, 4  # of so many rows, the first four steps until they are told are kept and then one in four: the steps of a row are alike
 
 
 class Controller(Protocol):
@@ -134,8 +135,7 @@ class Pacing:
             self._untold += 1
             self._more += 1
             self._steady = False
-            if batch.num_steps:
-                self._note_rows(flight)
+            self._note_rows(flight)
             return
         seconds, host = flight.decode_s, None
         if not self.overlap:
@@ -165,17 +165,24 @@ class Pacing:
             self._times.append(seconds)
             if len(self._times) >= TIMES:
                 self._timed = paced
-        if batch.num_steps:
-            self._note_rows(flight)
+        self._note_rows(flight)
 
     def _note_rows(self, flight: InFlight) -> None:
-        """Keep what came of each row of a step until it is told."""
-        assert flight.decode_result is not None
-        begin, decode = self._num_rows, flight.batch.decode
-        self._num_rows = end = begin + len(decode)
-        self._rows[begin:end] = flight.decode_result.np[: end - begin]
-        self._back[begin:end] = end - begin if decode is self._noted else 0
-        self._noted = decode
+        """Keep what came of each row of a step until it is told: of many rows, of some steps, and of a step without a draft nothing. Tell of a run
+        whose last step has been launched."""
+        decode = flight.batch.decode
+        if flight.batch.num_steps:
+            if len(decode) < MANY or self._untold <= SPARSE or not self._untold % SPARSE:
+                assert flight.decode_result is not None
+                begin = self._num_rows
+                self._num_rows = end = begin + len(decode)
+                self._rows[begin:end] = flight.decode_result.np[: end - begin]
+                self._back[begin:end] = end - begin if decode is self._noted else 0
+                self._noted = decode
+            else:
+                self._noted = None
+        if not self._left:
+            self._tell()  # now, and not in the next call, which has to choose: a small model's step leaves the host time for one of them
 
     def _host_time(self, flight: InFlight, newest: InFlight | None) -> float | None:
         """What the host took since the last retirement, where it did nothing but launch and retire plain decode steps."""
