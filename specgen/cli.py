@@ -104,13 +104,14 @@ def _dispatch(argv: list[str], runner: Runner) -> int:
             code = enter_hydra(argv, lambda cfg: None)
         answer(shown.getvalue())
         return code
+    args.overrides = [text for text in args.overrides if text != "merge=null"]  # the default, said
     if any(text.startswith("merge=") for text in args.overrides):
         if args.multirun:
             raise ConfigError("merge= joins the folders of finished jobs, and -m sweeps over jobs; leave out -m")
         return resuming.merge(args.overrides, runner)
     path = searchpath_of(args.config_dir, args.overrides)
     overrides = [o for o in parse(args.overrides, lambda group: options(group, path)) if o.key != "hydra.searchpath"]
-    if any(o.key == "resume" for o in overrides) and not args.cfg:
+    if any(o.key == "resume" and plain_value(o) is not None for o in overrides) and not args.cfg:
         return _resume(overrides, args.multirun, runner)
     plan = Plan.read(overrides, args.multirun, path)
     if args.cfg:

@@ -53,7 +53,7 @@ from specgen.report.disk import FolderLock, write_json
 from specgen.report.environment import ENVIRONMENT_NAME
 from specgen.report.html import write_report
 from specgen.report.merge import MERGE_AGAIN, merge_runs
-from specgen.report.stats import build_stats, load_rows, write_stats
+from specgen.report.stats import build_stats, doubts, load_rows, write_stats
 from specgen.report.table import progress_line, terminal_table
 from specgen.report.writer import RunWriter
 from specgen.schema import build
@@ -107,6 +107,8 @@ def run_job(config: Config, folder: Path, overrides: list[str] | None = None, re
         write_stats(folder, stats, remedy)
         write_report(folder, remedy)
         tell(f"{terminal_table(stats)}\nwritten to {folder}")
+        for doubt in doubts(stats):
+            log.warning("%s", doubt)
         return run.verdict(stats, folder)
 
 
@@ -276,7 +278,7 @@ class _Run:
                 "model": _model_info(config, self.loaded.target),
                 "draft": {**asdict(config.draft), "num_draft_tokens": self.num_draft_tokens, "num_steps": self.num_steps, **adaptive},
                 "sampling": asdict(params_from_config(config.sampling))
-                | {name: getattr(config.sampling, name) for name in ("logprobs", "from_model", "acceptance", "grammar")},
+                | {name: getattr(config.sampling, name) for name in ("logit_bias", "logprobs", "from_model", "acceptance", "grammar")},
                 "chat": describe_chat(self.data, self.loaded.tokenizer),
                 **{name: timed.get(name) for name in ("throughput", "step", "baseline")},
                 "lossless": next((entry["lossless"] for entry in reversed(attempts) if entry.get("lossless")), None),

@@ -164,7 +164,17 @@ def _scalar(key: str, value: Any, kind: Any) -> Any:
         return value
     if kind is str and not isinstance(value, (list, dict)):
         raise ConfigError(f"{key}={shown(value)}: must be text; write it in quotes in the file")  # as it stands there, which is not known here
-    raise ConfigError(f"{key}={shown(value)}: {_scalar_form(kind)}")
+    text = ", not a text" if isinstance(value, str) and _is_number(value) else ""
+    raise ConfigError(f"{key}={shown(value)}: {_scalar_form(kind)}{text}")
+
+
+def _is_number(text: str) -> bool:
+    """Whether a text looks like the number that was wanted."""
+    try:
+        float(text)
+    except ValueError:
+        return text.lower() in ("true", "false")
+    return True
 
 
 def _choice(key: str, value: Any) -> str:

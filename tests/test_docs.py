@@ -17,6 +17,7 @@ from specgen.compose import composer, options, to_config
 from specgen.config import CHOICES, GROUPS, Config, to_dict
 from specgen.draft.checkpoints import aux_layers
 from specgen.engine.memory import spec_reserve
+from specgen.errors import CheckpointError
 from specgen.overrides import Override, parse
 from specgen.schema import KEYS, SELECTORS, shown
 from specgen.usage import keys
@@ -196,9 +197,19 @@ def test_the_reserve_formula_is_the_code() -> None:
 
 
 def test_the_table_of_auxiliary_layers_is_the_code() -> None:
-    assert aux_layers({"eagle_aux_hidden_state_layer_ids": [2, 5]}, 12) == (2, 5)
-    assert aux_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5]}}, 12) == (3, 6)
-    assert aux_layers({}, 12) == (2, 6, 9)
+    assert aux_layers({"eagle_aux_hidden_state_layer_ids": [2, 5]}, 12, Path("head")) == (2, 5)
+    assert aux_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5]}}, 12, Path("head")) == (3, 6)
+    assert aux_layers({}, 12, Path("head")) == (2, 6, 9)
+
+
+@pytest.mark.parametrize("given", ["abc", 5, [1, "2"], [1.0], [True], {"a": 1}, [2, 13], [-1]])
+@pytest.mark.parametrize("inner", [False, True])
+def test_auxiliary_layers_of_another_kind_are_refused_by_name(given: Any, inner: bool) -> None:
+    named = {"eagle_aux_hidden_state_layer_ids": [-2] if inner and given == [-1] else given}
+    with pytest.raises(
+        CheckpointError, match=r"head: (config\.json: eagle_aux_hidden_state_layer_ids must be a list|its auxiliary layers .* do not exist)"
+    ):
+        aux_layers({"eagle_config": named} if inner else named, 12, Path("head"))
 
 
 def test_the_picture_is_the_output_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

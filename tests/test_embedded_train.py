@@ -235,7 +235,7 @@ def test_configs_name_their_layout(family):
     assert config["eagle"]["bias"] is False and config["eagle"]["num_hidden_layers"] == 1
     assert config["eagle3"]["architectures"] == ["LlamaForCausalLMEagle3"] and config["eagle3"]["draft_vocab_size"] == 256
     assert config["eagle3"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
-    assert aux_layers(config["eagle3"], 6) == AUX_LAYERS, "read back, the ids name the states the head was trained on"
+    assert aux_layers(config["eagle3"], 6, folder) == AUX_LAYERS, "read back, the ids name the states the head was trained on"
     assert config["dflash"]["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [0, 2, 4]} and config["dflash"]["block_size"] == 5
     assert json.loads((folder / "target" / "generation_config.json").read_text())["eos_token_id"] == [2, 6]
     assert {m["name"]: m["folder"] for m in log["models"] if m["name"] in ("target", "mtp")} == {"target": "target", "mtp": "target"}

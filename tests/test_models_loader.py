@@ -15,7 +15,7 @@ from transformers import BartConfig, FalconConfig, LlamaConfig, LlamaForCausalLM
 from specgen.config import ModelConfig
 from specgen.errors import CapacityError, CheckpointError, ConfigError
 from specgen.models import loader, weights
-from specgen.models.loader import load_target, read_tensors
+from specgen.models.loader import SIZES, load_target, read_tensors
 from specgen.models.target import FusedTarget
 from specgen.models.weights import TensorFiles, Upload, local_folder
 
@@ -210,6 +210,14 @@ def test_max_length_is_the_configs_and_never_more(folder: Path) -> None:
     assert str(error.value) == "model.max_length=65 is more than the model's 64 positions: set model.max_length to 64 or less"
     longer = load_target(ModelConfig(source="hf", path=str(folder), max_length=100), "cpu", "float32", extend=True)
     assert longer.max_length == 100
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("size", [-4, 0])
+def test_a_size_that_is_none_is_refused_by_name(folder: Path, name: str, size: int) -> None:
+    edit_config(folder, **{name: size})
+    with pytest.raises(CheckpointError, match=name if name != "num_attention_heads" or size else "config.json cannot be used"):
+        load(folder)
 
 
 def test_scaled_rotary_positions_may_be_used_to_their_scaled_length(tmp_path: Path) -> None:

@@ -99,6 +99,17 @@ def test_a_table_of_many_depths_says_how_many_it_leaves_out(tmp_path: Path) -> N
         assert rows[-1] == last and ("  (8 more depths are in stats.json)" in lines) == more
 
 
+def test_a_score_is_shown_whole(tmp_path: Path) -> None:
+    score = {"task": "gsm8k", "metric": "accuracy", "value": 0.25, "ci95": [0.0, 0.75], "rows": 1200, "scored": 8, "errors": 2, "groups": {}}
+    for more, told in (({}, ""), ({"not_scored": 1190, "failures": 0, "no_answer": 2}, ", not scored 1,190, no answer 2")):
+        lines = terminal_table(make_run(tmp_path / str(len(more)), done(0), info={"score": score | more})).splitlines()
+        assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("score")] == [
+            f"gsm8k accuracy 0.250 [0.000, 0.750] (8 of 1,200 rows scored{told})"
+        ]
+    nothing = make_run(tmp_path / "none", done(0), info={"score": score | {"value": None, "ci95": None, "scored": 0}})
+    assert "metric accuracy, value -, " in terminal_table(nothing)
+
+
 def test_the_terminal_table_is_exactly_this(tmp_path: Path) -> None:
     stats = make_run(tmp_path, done(0, category="math"), done(1, category="chat"))
     assert terminal_table(stats) == (
@@ -342,14 +353,18 @@ def test_merged_shards_are_one_run_in_order(tmp_path: Path, form: str) -> None:
     assert (stats["throughput"], stats["baseline"], len(stats["attempts"])) == (None, None, 6)
     assert stats["lossless"] == {"checked": 12, "equal": 9, "near_tie": 3, "different": 0, "worst_gap": 0.0125}
     record = json.loads((tmp_path / "out" / "environment.json").read_text())
-    assert record["config"]["data"]["shard"] is None and len(record["merged"]) == 3
+    assert record["config"]["data"]["shard"] is None and len(record["merged"]) == 3 and record["shards"] == ["0/3", "1/3", "2/3"]
+    assert stats["complete"] and stats["environment"]["merged"] == record["merged"]
     write_report(tmp_path / "out")
 
 
-def test_a_merge_says_which_shards_are_missing(tmp_path: Path) -> None:
-    for shard in (0, 3):
+def test_a_merge_says_which_shards_are_missing_and_can_be_joined_with_them(tmp_path: Path) -> None:
+    for shard in range(4):
         make_run(tmp_path / str(shard), done(shard), config=changed(data__shard=f"{shard}/4"))
-    assert merge_runs([tmp_path / "0", tmp_path / "3"], tmp_path / "out").missing_shards == ["1/4", "2/4"]
+    for out, dirs, missing in (("some", "03", ["1/4", "2/4"]), ("more", ["some", "2"], ["1/4"]), ("all", ["1", "more"], [])):
+        merged = merge_runs([tmp_path / name for name in dirs], tmp_path / out)
+        assert merged.missing_shards == missing and load_stats(tmp_path / out)["complete"] is (not missing)
+        assert [row["index"] for row in load_rows(tmp_path / out)] == [i for i in range(4) if f"{i}/4" not in missing]
 
 
 def test_a_merge_refuses_what_does_not_belong_together_and_writes_nothing(tmp_path: Path) -> None:

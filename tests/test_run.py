@@ -238,6 +238,15 @@ def test_log_and_stats_tell_the_kv_pool_the_first_token_and_the_threads() -> Non
     assert stats["attempts"][0]["rows"] == 3
 
 
+def test_stats_give_the_sampling_as_it_is_set_and_doubt_a_drafter_that_never_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    """``resume=null`` and ``merge=null`` say the default."""
+    many = [*lines([{"prompt": "w30"}] * 4), "sampling.max_tokens=24", "sampling.ignore_eos=true", "sampling.logit_bias={9: 1.5, 7: -2}"]
+    assert start("o", *toy("draft_never"), *many, "resume=null", "merge=null") == 0
+    assert stats_of("o")["sampling"]["logit_bias"] == {"7": -2.0, "9": 1.5}
+    assert "no draft was accepted in 92 steps: the drafter may belong to another target" in log_of("o")
+    capsys.readouterr()
+
+
 def test_a_baseline_is_of_the_same_prompts_and_only_where_it_is_asked_for() -> None:
     data = lines([{"prompt": "w30"}] * 3)
     assert start("o", *toy(), *data, "baseline=true", "sampling.max_tokens=40") == 0

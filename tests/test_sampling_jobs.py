@@ -135,6 +135,14 @@ def test_what_the_model_asks_for_and_cannot_have_is_refused(name: str, value: An
         sampling_defaults(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", ["hot", [1], {}])
+def test_a_setting_of_the_models_that_is_no_number_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}=.* is not a number"):
+        sampling_defaults(tmp_path)
+
+
 def test_a_damaged_generation_config_is_refused_and_an_absent_one_is_empty(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == {}
     (tmp_path / "generation_config.json").write_text("{")

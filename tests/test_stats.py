@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specgen.errors import DataError
 from specgen.report.attempts import step_figures, throughput_figures
-from specgen.report.stats import build_stats, compute_stats, load_rows, load_stats, mean_length, write_stats
+from specgen.report.stats import build_stats, compute_stats, doubts, load_rows, load_stats, mean_length, write_stats
 
 METRICS = Path(__file__).parent.parent / "docs" / "metrics.md"
 
@@ -157,6 +157,29 @@ def test_a_row_that_contradicts_itself_is_an_error_naming_it(change: dict[str, A
     with pytest.raises(DataError) as caught:
         compute_stats([row(0, []), bad])
     assert "row (index 5, sample 1, id 'five'): " in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("draft", "acceptance", "told"),
+    [
+        ({"topk": 1}, {"verify_steps": 64, "mean_length": {"pooled": 1.0}}, "no draft was accepted in 64 steps"),
+        ({"topk": 1}, {"verify_steps": 63, "mean_length": {"pooled": 1.0}}, None),
+        ({"topk": 1}, {"verify_steps": 6400, "mean_length": {"pooled": 1.0002}}, None),
+        ({}, {"verify_steps": 0, "mean_length": {"pooled": None}}, None),
+        (
+            {"topk": 4, "simulate_acceptance_length": 5.0},
+            {"verify_steps": 9, "mean_length": {"pooled": 4.83}},
+            "=5 was imposed and 4.83 reached: a tree",
+        ),
+        ({"topk": 1, "simulate_acceptance_length": 3.5}, {"verify_steps": 9, "mean_length": {"pooled": 3.4}}, "not every step had so many drafts"),
+        ({"topk": 4, "simulate_acceptance_length": 5.0}, {"verify_steps": 9, "mean_length": {"pooled": 4.96}}, None),
+        ({"topk": 1, "simulate_acceptance_length": 1.0}, {"verify_steps": 900, "mean_length": {"pooled": 1.0}}, None),
+    ],
+)
+def test_what_makes_a_runs_acceptance_doubtful_is_said(draft: dict[str, Any], acceptance: dict[str, Any], told: str | None) -> None:
+    found = doubts({"draft": draft, "acceptance": acceptance})
+    assert (told is None and not found) or (told is not None and len(found) == 1 and told in found[0])
+    assert doubts({}) == []
 
 
 def test_stats_hold_every_contract_field_and_the_speed_up(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many types: missing files, gated repositories, remote code refused
-        raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+        why = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{path}: the tokenizer, or config.json, which is read with it, cannot be loaded: {why}") from error
     if len(tokenizer) == 0:
         raise CheckpointError(f"{path}: the tokenizer has no vocabulary; its files are incomplete")
     return tokenizer

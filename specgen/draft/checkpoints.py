@@ -108,21 +108,19 @@ def check_width(folder: Path, ours: int, target: int) -> None:
         raise CheckpointError(f"{folder}: the drafter reads hidden states of width {ours}, the target's are {target}: it belongs to another target")
 
 
-def aux_layers(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def aux_layers(config: dict[str, Any], num_layers: int, folder: Path) -> tuple[int, ...]:
     """The EAGLE-3 auxiliary layers as "state after i layers".
 
     Three conventions are in use. speculators writes ``eagle_aux_hidden_state_layer_ids`` at the top level, already in this meaning. SpecForge and
     ModelOpt write
     it inside ``eagle_config`` as the index of the layer whose output is taken, one less. Without either, EAGLE's own default: 2, N//2, N-3.
     """
-    top = config.get("eagle_aux_hidden_state_layer_ids")
-    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if top:
-        layers = tuple(top)
-    elif inner:
-        layers = tuple(i + 1 for i in inner)
-    else:
-        layers = (2, num_layers // 2, num_layers - 3)
-    if any(not 0 <= i <= num_layers for i in layers):
-        raise CheckpointError(f"auxiliary layers {list(layers)} do not exist in a target of {num_layers} layers")
+    name, within = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
+    top, inner = config.get(name), within.get(name) if isinstance(within, dict) else within
+    given = top or inner or [2, num_layers // 2, num_layers - 3]
+    if not isinstance(given, list) or any(type(layer) is not int for layer in given):
+        raise CheckpointError(f"{folder}: config.json: {name} must be a list of layer numbers, not {given!r}")
+    layers = tuple(given) if top or not inner else tuple(layer + 1 for layer in given)
+    if any(not 0 <= layer <= num_layers for layer in layers):
+        raise CheckpointError(f"{folder}: its auxiliary layers {list(layers)} do not exist in a target of {num_layers} layers")
     return layers

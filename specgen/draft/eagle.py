@@ -87,8 +87,8 @@ def random_tensors(config: LlamaConfig, target: Target, extra: dict[str, tuple[i
     return found
 
 
-def _eagle3_shapes(config: LlamaConfig, raw: dict[str, Any], target: Target) -> dict[str, tuple[int, ...]]:
-    hidden, count = config.hidden_size, len(aux_layers(raw, target.num_layers))
+def _eagle3_shapes(config: LlamaConfig, raw: dict[str, Any], target: Target, folder: Path) -> dict[str, tuple[int, ...]]:
+    hidden, count = config.hidden_size, len(aux_layers(raw, target.num_layers, folder))
     return {
         "fc.weight": (hidden, count * target.hidden_size),
         "midlayer.hidden_norm.weight": (hidden,),
@@ -198,14 +198,14 @@ class Eagle3Head(LayeredHead):
         speculators = "transformer_layer_config" in raw
         config = head_config(raw["transformer_layer_config"] if speculators else raw)
         if dummy:
-            tensors = random_tensors(config, target, _eagle3_shapes(config, raw, target), "midlayer.", 2)
+            tensors = random_tensors(config, target, _eagle3_shapes(config, raw, target, folder), "midlayer.", 2)
         else:
             tensors = read_tensors(folder, device=target.device, dtype=target.dtype)
         prefix = "midlayer." if any(name.startswith("midlayer.") for name in tensors) else "layers.0."
         if config.num_hidden_layers != 1 or "layers.1.self_attn.q_proj.weight" in tensors:
             raise CheckpointError(f"{folder}: EAGLE-3 heads of more than one layer (P-EAGLE) are not supported")
         need(tensors, ["fc.weight", f"{prefix}hidden_norm.weight", f"{prefix}input_layernorm.weight", "norm.weight"], folder, "eagle3")
-        self.aux_layers = aux_layers(raw, target.num_layers)
+        self.aux_layers = aux_layers(raw, target.num_layers, folder)
         check_width(folder, tensors["fc.weight"].shape[1], len(self.aux_layers) * target.hidden_size)
         rope = config_rope_table(config, target.max_length, target.device)
         spec = layer_spec(config, attn_input_size=2 * config.hidden_size, input_norm=True)

@@ -71,4 +71,12 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
         found["temperature"] = 0.0
     elif given.get("do_sample") is True:
         found.setdefault("temperature", 1.0)
-    return {name: float(value) if name in ("temperature", "top_p", "min_p", "repetition_penalty") else value for name, value in found.items()}
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        if name in found:
+            try:
+                found[name] = float(found[name])
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"sampling.from_model=true: {path}: {name}={found[name]!r} is not a number; correct it or set sampling.from_model=false"
+                ) from None
+    return found

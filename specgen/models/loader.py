@@ -36,6 +36,9 @@ EMBEDDED = Path(__file__).resolve().parents[1] / "embedded" / "family" / "target
 DUMMY_SEED = 0
 
 
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
 def load_target(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype | str = "auto", fuse: bool = True, extend: bool = False) -> Target:
     """Load the target named by ``cfg`` onto ``device``.
 
@@ -75,6 +78,10 @@ def load_config(cfg: ModelConfig) -> tuple[PretrainedConfig, Path]:
         if "trust_remote_code" in str(error):
             raise CheckpointError(f"{path}: the model brings code of its own: set model.trust_remote_code=true if you trust it") from error
         raise CheckpointError(f"{path}: config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
+    for name in SIZES:
+        size = getattr(config, name, None)
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise CheckpointError(f"{path}: config.json: {name}={size!r} is no size: it must be a whole number above 0")
     return config, folder
 
 

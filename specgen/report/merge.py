@@ -42,9 +42,9 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
     """Join finished runs of one configuration (``data.shard`` and keys that do not decide the rows apart) into ``out``, rows by (index, sample).
 
     Timings (``throughput``, ``step``, ``baseline``) are null in the merged stats: they belong to the single runs, whose starts are listed under
-    ``attempts`` with their folder. ``scores`` is given the configuration first, and asked once the joined rows are written. Raises ConfigError for
-    runs of different configurations, DataError for a row that two runs hold, a run that has not ended, a damaged file, or an ``out`` that holds
-    results; ``out`` is then left as it was.
+    ``attempts`` with their folder; ``complete`` is false where shards are missing. ``scores`` is given the configuration first, and asked once the
+    joined rows are written. Raises ConfigError for runs of different configurations, DataError for a row that two runs hold, a run that has not
+    ended, a damaged file, or an ``out`` that holds results; ``out`` is then left as it was.
     """
     if len(dirs) < 2:
         raise ConfigError("merge= needs at least two run folders, separated by commas")
@@ -54,8 +54,9 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
         with understood(folder / ENVIRONMENT_NAME, DAMAGED):
             _check_configurations(dirs[0], records[0], folder, record)
     with understood(dirs[0] / ENVIRONMENT_NAME, DAMAGED):
-        missing, config = _missing_shards(records), records[0].get("config") or {}
-        joined = {**records[0], "config": _without_shard(config), "merged": [str(folder) for folder in dirs]}
+        shards, config = _shards(records), records[0].get("config") or {}
+        missing = _missing(shards)
+        joined = _joined(records[0], dirs) | {"shards": [f"{i}/{count}" for i, count in shards]}
         scored = scores(config)
     for folder, one in zip(dirs, stats, strict=True):
         with understood(folder / STATS_NAME, DAMAGED):
@@ -65,9 +66,9 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
     if holds_results(out):
         raise DataError(f"{out} already holds the results of a run; choose another output.dir")
     order = _order(dirs, form)
-    for run, (folder, one) in enumerate(zip(dirs, stats, strict=True)):
+    for run, (folder, one, record) in enumerate(zip(dirs, stats, records, strict=True)):
         rows = sum(place[2] == run for place in order)
-        if not one.get("complete", True):
+        if not one.get("complete", True) and "merged" not in record:
             raise DataError(f"{folder} was stopped before its input ended; finish it with {setting('resume', folder)} first")
         if rows != one["samples"]:
             raise DataError(
@@ -79,7 +80,7 @@ def merge_runs(dirs: Sequence[Path], out: Path, scores: Scores = lambda config: 
         except OSError as error:
             raise storage_error(out, error, MERGE_AGAIN) from error
         write_json(out / ENVIRONMENT_NAME, joined, MERGE_AGAIN)
-        merged = build_stats(load_rows(out), _run_info(dirs, stats) | scored())
+        merged = build_stats(load_rows(out), _run_info(dirs, stats) | {"complete": not missing} | scored())
         write_stats(out, merged, MERGE_AGAIN)
     return Merged(len(order), merged, missing)
 
@@ -158,6 +159,7 @@ def _write_parts(dirs: Sequence[Path], order: Sequence[Place], out: Path) -> Non
 
 def _run_info(dirs: Sequence[Path], stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shared = {name: stats[0].get(name) for name in ("model", "draft", "sampling", "chat", "environment")}
+    shared["environment"] = _joined(shared["environment"] or {}, dirs)
     attempts = [{"run": str(folder), **entry} for folder, one in zip(dirs, stats, strict=True) for entry in one.get("attempts") or []]
     return {**shared, "attempts": attempts, "lossless": _lossless([one["lossless"] for one in stats if one.get("lossless")])}
 
@@ -170,18 +172,24 @@ def _lossless(checks: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return {**counts, "worst_gap": max(gaps, default=None)}
 
 
-def _without_shard(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, "data": {**config["data"], "shard": None}} if isinstance(config.get("data"), dict) else config
+def _joined(record: dict[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:
+    """The record of one run as that of all: no shard, and what was joined."""
+    config = record.get("config")
+    if config and isinstance(config.get("data"), dict):
+        record = {**record, "config": {**config, "data": {**config["data"], "shard": None}}}
+    return {**record, "merged": [str(folder) for folder in dirs]}
 
 
-def _missing_shards(records: Sequence[dict[str, Any]]) -> list[str]:
-    """``i/N`` of every shard that is not there, when all runs are shards of the same N."""
-    shards = [str(((record.get("config") or {}).get("data") or {}).get("shard") or "") for record in records]
-    if not all(shards):
+def _shards(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """(i, N) of every shard that is there, those of runs that were joined before too; none where a run is no shard or the N differ."""
+    found = [shard for record in records for shard in record.get("shards") or [((record.get("config") or {}).get("data") or {}).get("shard") or ""]]
+    if not all(found):
         return []
-    pairs = [tuple(int(part) for part in shard.split("/")) for shard in shards]
-    counts = {count for _, count in pairs}
-    if len(counts) != 1:
-        return []
-    count = counts.pop()
-    return [f"{i}/{count}" for i in range(count) if (i, count) not in pairs]
+    pairs = [(int(i), int(count)) for i, count in (str(shard).split("/") for shard in found)]
+    return sorted(pairs) if len({count for _, count in pairs}) == 1 else []
+
+
+def _missing(shards: Sequence[tuple[int, int]]) -> list[str]:
+    """``i/N`` of every shard that is not there."""
+    count = shards[0][1] if shards else 0
+    return [f"{i}/{count}" for i in range(count) if (i, count) not in shards]

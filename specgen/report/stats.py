@@ -309,6 +309,23 @@ def build_stats(rows: Iterable[dict[str, Any]], run_info: dict[str, Any]) -> dic
     }
 
 
+UNLIKELY = 64  # steps after which a drafter that never was right is doubted
+
+
+def doubts(stats: dict[str, Any]) -> list[str]:
+    """What of a run's acceptance a person should know though nothing failed: no draft was ever right, or less was accepted than was imposed."""
+    draft, acceptance = stats.get("draft") or {}, stats.get("acceptance") or {}
+    steps, imposed = acceptance.get("verify_steps") or 0, draft.get("simulate_acceptance_length")
+    reached = (acceptance.get("mean_length") or {}).get("pooled")
+    if imposed is not None and reached is not None and reached < 0.99 * imposed:
+        tree = (draft.get("topk") or 1) > 1
+        why = "a tree of draft.num_draft_tokens nodes is not always so deep" if tree else "not every step had so many drafts"
+        return [f"draft.simulate_acceptance_length={imposed:g} was imposed and {reached:.2f} reached: {why}"]
+    if imposed is None and steps >= UNLIKELY and reached == 1.0:
+        return [f"no draft was accepted in {steps:,} steps: the drafter may belong to another target, or its weights be damaged"]
+    return []
+
+
 def _with_speedup(baseline: dict[str, Any] | None, throughput: dict[str, Any] | None) -> dict[str, Any] | None:
     if baseline is None or baseline.get("speedup") is not None:
         return baseline

@@ -122,6 +122,11 @@ def score_text(score: Any) -> str:
         return MISSING
     if isinstance(score, float):
         return f"{score:.3f}"
+    if isinstance(score, dict) and score.get("metric") is not None and isinstance(score.get("ci95"), list):
+        low, high = score["ci95"]
+        more = [f"{name.replace('_', ' ')} {score[name]:,}" for name in ("not_scored", "failures", "no_answer") if score.get(name)]
+        counted = ", ".join([f"{score['scored']:,} of {score['rows']:,} rows scored", *more])
+        return f"{score['task']} {score['metric']} {score['value']:.3f} [{low:.3f}, {high:.3f}] ({counted})"
     if isinstance(score, dict):
         return ", ".join(f"{name} {score_text(value)}" for name, value in score.items() if not isinstance(value, dict | list))
     return str(score)
@@ -152,7 +157,7 @@ def _speed(stats: dict[str, Any]) -> list[str]:
         verdict = f"{parts}, of {lossless['checked']} replayed"
         lines.append(("lossless", verdict + gap))
     if stats.get("score") is not None:
-        lines.append(("score", shorten(score_text(stats["score"]), 86)))
+        lines.append(("score", score_text(stats["score"])))
     return align(lines, left=2, indent="") if lines else []
 
 
