@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import BartConfig, FalconConfig, LlamaConfig, LlamaForCausalLM, MambaConfig, MixtralConfig, MixtralForCausalLM, Qwen3NextConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specgen.config import ModelConfig
 from specgen.errors import CapacityError, CheckpointError, ConfigError
@@ -216,8 +218,21 @@ def test_max_length_is_the_configs_and_never_more(folder: Path) -> None:
 @pytest.mark.parametrize("size", [-4, 0])
 def test_a_size_that_is_none_is_refused_by_name(folder: Path, name: str, size: int) -> None:
     edit_config(folder, **{name: size})
-    with pytest.raises(CheckpointError, match=name if name != "num_attention_heads" or size else "config.json cannot be used"):
+    with pytest.raises(CheckpointError, match=f"config.json: {name}={size} is no size"):
         load(folder)
+
+
+def test_the_sizes_of_every_decoder_that_transformers_knows_are_taken() -> None:
+    """Some configurations refuse to be asked for what differs between layers."""
+    seen = 0
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[kind]()
+        except Exception:  # one that has no defaults
+            continue
+        assert all(getattr(config, name, None) is None or getattr(config, name) > 0 for name in SIZES), kind
+        seen += 1
+    assert seen > 100
 
 
 def test_scaled_rotary_positions_may_be_used_to_their_scaled_length(tmp_path: Path) -> None:

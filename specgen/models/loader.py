@@ -36,7 +36,7 @@ EMBEDDED = Path(__file__).resolve().parents[1] / "embedded" / "family" / "target
 DUMMY_SEED = 0
 
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")  # the same in every layer, in every family that has them
 
 
 def load_target(cfg: ModelConfig, device: torch.device | str, dtype: torch.dtype | str = "auto", fuse: bool = True, extend: bool = False) -> Target:
@@ -80,7 +80,7 @@ def load_config(cfg: ModelConfig) -> tuple[PretrainedConfig, Path]:
         raise CheckpointError(f"{path}: config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
     for name in SIZES:
         size = getattr(config, name, None)
-        if size is not None and (not isinstance(size, int) or size < 1):
+        if isinstance(size, int) and size < 1:
             raise CheckpointError(f"{path}: config.json: {name}={size!r} is no size: it must be a whole number above 0")
     return config, folder
 
