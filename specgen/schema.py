@@ -164,12 +164,12 @@ def _scalar(key: str, value: Any, kind: Any) -> Any:
         return value
     if kind is str and not isinstance(value, (list, dict)):
         raise ConfigError(f"{key}={shown(value)}: must be text; write it in quotes in the file")  # as it stands there, which is not known here
-    text = ", not a text" if isinstance(value, str) and _is_number(value) else ""
+    text = ", not a text" if isinstance(value, str) and _reads_as_value(value) else ""
     raise ConfigError(f"{key}={shown(value)}: {_scalar_form(kind)}{text}")
 
 
-def _is_number(text: str) -> bool:
-    """Whether a text looks like the number that was wanted."""
+def _reads_as_value(text: str) -> bool:
+    """Whether a text reads like a number, or like true or false."""
     try:
         float(text)
     except ValueError:

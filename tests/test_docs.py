@@ -212,6 +212,12 @@ def test_auxiliary_layers_of_another_kind_are_refused_by_name(given: Any, inner:
         aux_layers({"eagle_config": named} if inner else named, 12, Path("head"))
 
 
+@pytest.mark.parametrize("given", [[1, 2], "abc", 5])
+def test_an_eagle_config_that_is_no_mapping_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"head: config\.json: eagle_config must be a mapping, not "):
+        aux_layers({"eagle_config": given}, 12, Path("head"))
+
+
 def test_the_picture_is_the_output_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     picture = ElementTree.parse(ROOT / "docs" / "images" / "run.svg")
     lines = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]

@@ -367,6 +367,26 @@ def test_a_merge_says_which_shards_are_missing_and_can_be_joined_with_them(tmp_p
         assert [row["index"] for row in load_rows(tmp_path / out)] == [i for i in range(4) if f"{i}/4" not in missing]
 
 
+def test_a_merge_of_shards_of_several_numbers_knows_what_is_missing(tmp_path: Path) -> None:
+    """Row k is in shard i/N where k mod N = i; also where one of the folders is a merge that was not whole."""
+    shards = {"0/8": (0,), "4/8": (4,), "1/2": (1, 3, 5, 7), "2/4": (2, 6), "0/99991": (0,), "1/99989": (1,)}
+    for shard, rows in shards.items():
+        make_run(tmp_path / shard.replace("/", "of"), *map(done, rows), config=changed(data__shard=shard))
+    steps = [
+        ("some", ["0of8", "4of8"], [f"{i}/8" for i in (1, 2, 3, 5, 6, 7)]),
+        ("more", ["some", "1of2"], ["2/8", "6/8"]),
+        ("direct", ["1of2", "2of4"], ["0/4"]),
+        ("whole", ["2of4", "more"], []),
+    ]
+    for out, dirs, missing in steps:
+        merged = merge_runs([tmp_path / name for name in dirs], tmp_path / out)
+        assert merged.missing_shards == missing and merged.stats["complete"] is (not missing)
+    assert [row["index"] for row in load_rows(tmp_path / "whole")] == [*range(8)]
+    with pytest.raises(ConfigError, match="these are shards of 99989, 99991: whether rows are missing cannot be told"):
+        merge_runs([tmp_path / "0of99991", tmp_path / "1of99989"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_merge_refuses_what_does_not_belong_together_and_writes_nothing(tmp_path: Path) -> None:
     config = Config()
     make_run(tmp_path / "a", done(0), done(1), config=config)

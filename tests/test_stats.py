@@ -182,6 +182,26 @@ def test_what_makes_a_runs_acceptance_doubtful_is_said(draft: dict[str, Any], ac
     assert doubts({}) == []
 
 
+@pytest.mark.parametrize(("steps", "reached", "told"), [(12, 3.42, False), (12, 3.16, True), (1200, 3.49, False), (1200, 3.46, True)])
+def test_rows_that_end_before_a_length_has_alternated_are_not_doubted(steps: int, reached: float, told: bool) -> None:
+    """Four rows: less than a token of each may be missing, and one part in a hundred."""
+    acceptance = {"verify_steps": steps, "mean_length": {"pooled": reached}}
+    assert bool(doubts({"draft": {"simulate_acceptance_length": 3.5}, "acceptance": acceptance, "samples": 4})) is told
+
+
+@pytest.mark.parametrize(
+    ("draft", "why"),
+    [
+        ({"method": "ngram"}, "the texts do not repeat themselves"),
+        ({"method": "eagle", "load_format": "dummy"}, "draft.load_format=dummy gives random weights"),
+        ({"method": "eagle", "load_format": "auto"}, "the drafter may belong to another target, or its weights be damaged"),
+    ],
+)
+def test_why_no_draft_was_right_is_what_can_be_the_reason(draft: dict[str, Any], why: str) -> None:
+    found = doubts({"draft": draft, "acceptance": {"verify_steps": 90, "mean_length": {"pooled": 1.0}}})
+    assert found == [f"no draft was accepted in 90 steps: {why}"]
+
+
 def test_stats_hold_every_contract_field_and_the_speed_up(tmp_path: Path) -> None:
     info = {
         "draft": {"method": "eagle", "topk": 2, "num_steps": 2, "num_draft_tokens": 5},

@@ -116,7 +116,9 @@ def aux_layers(config: dict[str, Any], num_layers: int, folder: Path) -> tuple[i
     it inside ``eagle_config`` as the index of the layer whose output is taken, one less. Without either, EAGLE's own default: 2, N//2, N-3.
     """
     name, within = "eagle_aux_hidden_state_layer_ids", config.get("eagle_config") or {}
-    top, inner = config.get(name), within.get(name) if isinstance(within, dict) else within
+    if not isinstance(within, dict):
+        raise CheckpointError(f"{folder}: config.json: eagle_config must be a mapping, not {within!r}")
+    top, inner = config.get(name), within.get(name)
     given = top or inner or [2, num_layers // 2, num_layers - 3]
     if not isinstance(given, list) or any(type(layer) is not int for layer in given):
         raise CheckpointError(f"{folder}: config.json: {name} must be a list of layer numbers, not {given!r}")

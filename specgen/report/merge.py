@@ -5,6 +5,7 @@ Boundary: reads finished run folders and writes a new one. Generates and scores 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from specgen.report.stats import STATS_NAME, build_stats, load_rows, load_stats,
 from specgen.report.table import terminal_table
 
 _PART_ROWS = 2048
+MOST_SHARDS = 100_000  # of which it is looked which are missing
 
 
 @dataclass(frozen=True)
@@ -181,15 +183,20 @@ def _joined(record: dict[str, Any], dirs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _shards(records: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(i, N) of every shard that is there, those of runs that were joined before too; none where a run is no shard or the N differ."""
-    found = [shard for record in records for shard in record.get("shards") or [((record.get("config") or {}).get("data") or {}).get("shard") or ""]]
-    if not all(found):
-        return []
-    pairs = [(int(i), int(count)) for i, count in (str(shard).split("/") for shard in found)]
-    return sorted(pairs) if len({count for _, count in pairs}) == 1 else []
+    """(i, N) of every shard that is there, those of runs that were joined before too; a run that is no shard is 0/1."""
+    found: list[str] = []
+    for record in records:
+        data = (record.get("config") or {}).get("data") or {}
+        found += record.get("shards") or [data.get("shard") or "0/1"]
+    return sorted((int(i), int(count)) for i, count in (shard.split("/") for shard in found))
 
 
 def _missing(shards: Sequence[tuple[int, int]]) -> list[str]:
-    """``i/N`` of every shard that is not there."""
-    count = shards[0][1] if shards else 0
-    return [f"{i}/{count}" for i in range(count) if (i, count) not in shards]
+    """``i/N`` of every shard that is not there: row k of the input is in the shards i/N with k mod N = i. Where they are of several N, shards of the
+    least number that all of them divide."""
+    count = math.lcm(*(each for _, each in shards))
+    if count > MOST_SHARDS:
+        kinds = ", ".join(str(each) for each in sorted({each for _, each in shards}))
+        raise ConfigError(f"these are shards of {kinds}: whether rows are missing cannot be told; make shards of one number")
+    there = {row for i, each in shards for row in range(i, count, each)}
+    return [f"{i}/{count}" for i in range(count) if i not in there]
